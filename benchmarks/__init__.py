@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.<name> [--quick]``; the last line printed is one JSON object."""

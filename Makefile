@@ -1,0 +1,73 @@
+# Needs Python 3.10 or newer and make, nothing else. `make help` lists the targets.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+MODEL  := models/SmolLM2-135M-Instruct
+OUT    := runs/smollm2_135M_full
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Stamps: newer than pyproject.toml and constraints.txt means there is nothing to install.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+# More arguments: make test ARGS="-k masks", make quickstart ARGS="epochs=2".
+ARGS   ?=
+
+.PHONY: help quickstart test lint format docs model install install-dev clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart  install, prepare model and data, finetune SmolLM2-135M on packs (CPU is enough)"
+	@echo "make test        install with the development tools and run all tests"
+	@echo "make lint        ruff check, ruff format --check, mypy"
+	@echo "make format      let ruff rewrite what it can"
+	@echo "make docs        build the documentation into site/"
+	@echo "make model       prepare $(MODEL)"
+	@echo "make clean       remove what was built; keeps $(VENV), models/ and runs/"
+
+quickstart: $(RUN_STAMP) $(MODEL)/config.json
+	@if [ -e $(OUT) ]; then echo "Starting afresh: $(OUT) of an earlier run is replaced."; rm -rf $(OUT); fi
+	PYTHONPATH=. $(BIN)/tune run recipes/full_finetune.py --config configs/smollm2/135M_full.yaml output_dir=$(OUT) $(ARGS)
+
+test: $(DEV_STAMP) $(MODEL)/config.json
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV_STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+model: $(MODEL)/config.json
+
+install: $(RUN_STAMP)
+
+install-dev: $(DEV_STAMP)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "torchtune_packing needs Python 3.10 or newer, but '$(PYTHON)' is missing or older; name a newer one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing torchtune_packing into $(VENV) (the first time takes some minutes)."
+	@$(PIP) -e ".[quickstart]"
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing torchtune_packing and the development tools into $(VENV) (the first time takes some minutes)."
+	@$(PIP) -e ".[dev,docs,bench]"
+	@touch $(RUN_STAMP) $@
+
+# The folder appears whole or not at all, so one file of it stands for all. Either stamp would do.
+$(MODEL)/config.json: | $(VENV)/bin/python
+	@$(MAKE) --no-print-directory $(RUN_STAMP)
+	$(BIN)/python -m torchtune_packing.models.smollm2.download $(MODEL)
+
+clean:
+	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -263,7 +263,9 @@ def _write_tokenizer(folder: Path, header: dict[str, Any]) -> None:
             "chat_template": header["tokenizer.chat_template"],
             "clean_up_tokenization_spaces": False,
             "model_max_length": header["llama.context_length"],
-            "tokenizer_class": "GPT2Tokenizer",
+            # Not the published GPT2Tokenizer: transformers 5 would then pre-tokenize as GPT-2 does
+            # and merge digits, whatever tokenizer.json says.
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": len(spellings),
             **named,
         },

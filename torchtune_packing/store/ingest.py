@@ -129,6 +129,11 @@ def iterate_chunks(
     if not hasattr(ds, "__getitem__") or not hasattr(ds, "__len__"):
         yield from _iterate_iterable(ds, labels_are_shifted)
         return
+    if num_workers > 0 and len(ds) > 1:
+        from torchtune_packing.store.workers import iterate_chunks_in_workers
+
+        yield from iterate_chunks_in_workers(ds, num_workers, labels_are_shifted)
+        return
     begin, size = 0, len(ds)
     while begin < size:
         end = min(size, begin + _MAX_CHUNK_SAMPLES)

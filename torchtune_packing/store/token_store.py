@@ -3,103 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchtune_packing.store.ingest import Chunk, iterate_chunks
+from torchtune_packing.store.accounting import DocumentTable, StoreAccounting
+from torchtune_packing.store.files import open_arrays, read_meta, verify_arrays, write_store
+from torchtune_packing.store.ingest import iterate_chunks
 from torchtune_packing.store.progress import Progress, is_main_process
 
-__all__ = ["StoreAccounting", "TokenStore"]
-
-
-@dataclass(frozen=True)
-class StoreAccounting:
-    """What went into a store.
-
-    Attributes:
-        num_samples: samples of the data set, empty ones included.
-        num_empty: samples without a token, which are left out.
-        num_documents: documents in the store.
-        num_tokens: tokens in the store.
-        num_labels: labels other than ``IGNORE_INDEX`` at any position.
-        num_trained_tokens: those behind the first position of their document. The first label of
-            a document is never a target: nothing before it belongs to it.
-        num_untrained_documents: documents without a trained token.
-        num_untrained_tokens: their tokens.
-        num_lost_labels: labels that a source with shifted labels held for the token after its
-            last one; they have no place in an unshifted store.
-    """
-
-    num_samples: int
-    num_empty: int
-    num_documents: int
-    num_tokens: int
-    num_labels: int
-    num_trained_tokens: int
-    num_untrained_documents: int
-    num_untrained_tokens: int
-    num_lost_labels: int
-
-    def as_dict(self) -> dict[str, int]:
-        """The same as a plain dict."""
-        return asdict(self)
-
-
-class DocumentTable:
-    """Per-document arrays and counts, collected chunk by chunk.
-
-    This is all that grows with the number of documents while a store is built.
-    """
-
-    def __init__(self) -> None:
-        self.seq_lens = array("i")
-        self.trained = array("i")
-        self.empty = array("q")
-        self.num_samples = 0
-        self.num_tokens = 0
-        self.num_labels = 0
-        self.num_lost_labels = 0
-
-    def add(self, chunk: Chunk) -> None:
-        """Adds the documents of one chunk; the next chunk must follow it in the data set."""
-        full = chunk.seq_lens > 0
-        if not full.all():
-            self.empty.frombytes((np.flatnonzero(~full) + self.num_samples).tobytes())
-        self.seq_lens.frombytes(chunk.seq_lens[full].tobytes())
-        self.trained.frombytes(chunk.trained[full].tobytes())
-        self.num_samples += len(chunk.seq_lens)
-        self.num_tokens += len(chunk.tokens)
-        self.num_labels += chunk.num_labels
-        self.num_lost_labels += chunk.num_lost_labels
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns ``seq_lens`` and ``trained``, int32 ``[n]``, and ``empty``, int64."""
-        return (
-            np.frombuffer(self.seq_lens, dtype=np.int32),
-            np.frombuffer(self.trained, dtype=np.int32),
-            np.frombuffer(self.empty, dtype=np.int64),
-        )
-
-    def accounting(self) -> StoreAccounting:
-        """The counts so far."""
-        seq_lens, trained, empty = self.arrays()
-        untrained = trained == 0
-        return StoreAccounting(
-            num_samples=self.num_samples,
-            num_empty=len(empty),
-            num_documents=len(seq_lens),
-            num_tokens=self.num_tokens,
-            num_labels=self.num_labels,
-            num_trained_tokens=int(trained.sum(dtype=np.int64)),
-            num_untrained_documents=int(np.count_nonzero(untrained)),
-            num_untrained_tokens=int(seq_lens[untrained].sum(dtype=np.int64)),
-            num_lost_labels=self.num_lost_labels,
-        )
+__all__ = ["TokenStore"]
 
 
 class TokenStore:
@@ -118,32 +34,30 @@ class TokenStore:
     tokenizes again.
 
     Args:
-        tokens: int32 ``[T]``.
-        labels: int32 ``[T]``.
-        seq_lens: int32 ``[n]``, all greater than 0, summing to T.
-        trained: int32 ``[n]``, trained targets of each document.
-        empty: int64, indices of the samples that were left out because they hold no token.
+        arrays: ``tokens`` and ``labels`` int32 ``[T]``; ``seq_lens`` int32 ``[n]``, all greater
+            than 0, summing to T; ``trained`` int32 ``[n]``, trained targets of each document;
+            ``empty`` int64, indices of the samples that were left out because they hold no token.
         accounting: the counts.
         path: folder of the files, None for a store in memory.
+        meta: content of ``meta.json``.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
-        labels: np.ndarray,
-        seq_lens: np.ndarray,
-        trained: np.ndarray,
-        empty: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
         accounting: StoreAccounting,
+        *,
         path: Path | None = None,
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.labels = labels
-        self.seq_lens = seq_lens
-        self.trained = trained
-        self.empty = empty
+        self.tokens = arrays["tokens"]
+        self.labels = arrays["labels"]
+        self.seq_lens = arrays["seq_lens"]
+        self.trained = arrays["trained"]
+        self.empty = arrays["empty"]
         self.accounting = accounting
         self.path = path
+        self.meta = dict(meta or {})
 
     @classmethod
     def from_samples(
@@ -169,24 +83,89 @@ class TokenStore:
         """
         table = DocumentTable()
         tokens, labels = array("i"), array("i")
-        total = len(ds) if hasattr(ds, "__len__") else None
-        chunks: Iterable[Chunk] = iterate_chunks(
-            ds, num_workers=num_workers, labels_are_shifted=labels_are_shifted
-        )
-        with Progress(total, "Tokenizing", enabled=progress and is_main_process()) as bar:
+        chunks = iterate_chunks(ds, num_workers=num_workers, labels_are_shifted=labels_are_shifted)
+        with Progress(_length(ds), "Tokenizing", enabled=progress and is_main_process()) as bar:
             for chunk in chunks:
                 # array grows by realloc, which moves pages rather than copying them: no moment
                 # holds the tokens twice.
-                tokens.frombytes(chunk.tokens.view(np.uint8))
-                labels.frombytes(chunk.labels.view(np.uint8))
+                tokens.frombytes(chunk.tokens.view(np.uint8).data)
+                labels.frombytes(chunk.labels.view(np.uint8).data)
                 table.add(chunk)
                 bar.update(len(chunk.seq_lens))
-        return cls(
-            np.frombuffer(tokens, dtype=np.int32),
-            np.frombuffer(labels, dtype=np.int32),
-            *table.arrays(),
-            table.accounting(),
-        )
+        arrays = {
+            "tokens": np.frombuffer(tokens, dtype=np.int32),
+            "labels": np.frombuffer(labels, dtype=np.int32),
+            **table.arrays(),
+        }
+        return cls(arrays, table.accounting())
+
+    @classmethod
+    def build(
+        cls,
+        path: str | Path,
+        ds: Any,
+        *,
+        num_workers: int = 0,
+        labels_are_shifted: bool = False,
+        progress: bool = True,
+        meta: Mapping[str, Any] | None = None,
+    ) -> TokenStore:
+        """Reads a data set into files; memory does not grow with its tokens.
+
+        Args:
+            path: folder of the store; it appears, complete, when all is written.
+            ds: see :meth:`from_samples`, as for the next three.
+            num_workers: worker processes.
+            labels_are_shifted: the labels are targets.
+            progress: show a bar.
+            meta: more entries for ``meta.json``.
+
+        Raises:
+            ValueError: a sample does not meet the contract.
+            SampleReadError: the data set raised.
+            OSError: the folder cannot be written or the disk is full.
+        """
+        chunks = iterate_chunks(ds, num_workers=num_workers, labels_are_shifted=labels_are_shifted)
+        with Progress(_length(ds), "Tokenizing", enabled=progress) as bar:
+            write_store(
+                Path(path),
+                chunks,
+                meta={"labels_are_shifted": labels_are_shifted, **(meta or {})},
+                on_chunk=lambda chunk: bar.update(len(chunk.seq_lens)),
+            )
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenStore:
+        """Maps a store's files into memory, read-only, so that processes share one page cache.
+
+        Args:
+            path: folder of the store.
+
+        Raises:
+            StoreError: the folder does not hold a whole store of this version.
+        """
+        folder = Path(path)
+        meta = read_meta(folder)
+        arrays, accounting = open_arrays(folder, meta)
+        return cls(arrays, accounting, path=folder, meta=meta)
+
+    def verify(self) -> None:
+        """Compares every array in the files with its checksum.
+
+        Raises:
+            StoreError: something was changed after it was written.
+        """
+        if self.path is not None:
+            verify_arrays(self.path, read_meta(self.path))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Files travel to other processes by name; they are mapped there again, not copied."""
+        return self.__dict__ if self.path is None else {"path": self.path.absolute()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        path = state.get("path")
+        self.__dict__.update(state if path is None else TokenStore.open(path).__dict__)
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -204,8 +183,19 @@ class TokenStore:
         begin, end = self.offsets[index], self.offsets[index + 1]
         return {"tokens": self.tokens[begin:end], "labels": self.labels[begin:end]}
 
+    def sample(self, index: int) -> dict[str, np.ndarray]:
+        """Tokens and labels of one sample of the data set, empty ones included."""
+        before = int(np.searchsorted(self.empty, index))
+        if before < len(self.empty) and self.empty[before] == index:
+            return {"tokens": self.tokens[:0], "labels": self.labels[:0]}
+        return self.document(index - before)
+
     def sample_index(self, document: int) -> int:
         """Index in the data set of a document; empty samples before it shift the two apart."""
         # The j-th empty sample has j empty ones before it, so empty[j] - j documents.
         before = np.searchsorted(self.empty - np.arange(len(self.empty)), document, side="right")
         return document + int(before)
+
+
+def _length(ds: Any) -> int | None:
+    return len(ds) if hasattr(ds, "__len__") else None

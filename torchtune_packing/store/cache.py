@@ -1,0 +1,233 @@
+"""One build per key and node: who builds, who waits, and what is taken for granted.
+
+Every process asks for the store by its key. The first one takes a file lock and builds; the others
+wait on that lock, which no time limit of a process group can end, and then open the same files. The
+lock belongs to the process, so the operating system frees it when a builder is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import torchtune_packing
+from torchtune_packing.store.files import StoreError, partial_folders
+from torchtune_packing.store.ingest import encode_samples
+from torchtune_packing.store.token_store import TokenStore
+
+__all__ = [
+    "check_against",
+    "check_cache_arguments",
+    "open_or_build",
+    "remove_store",
+    "store_folders",
+]
+
+logger = logging.getLogger(__name__)
+
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
+#: Libraries whose version is noted in ``meta.json``.
+_NOTED = ("torch", "numpy", "torchtune", "tokenizers", "sentencepiece", "tiktoken", "datasets")
+
+
+def check_cache_arguments(cache_dir: Any, cache_key: str | None) -> None:
+    """Checks that a key, where there is one, can name a folder.
+
+    Raises:
+        ValueError: it cannot, or there is a key but no folder to keep stores in.
+    """
+    if cache_key is None:
+        return
+    if cache_dir is None:
+        raise ValueError(
+            f"cache_key={cache_key!r} names a store, but there is no cache_dir to keep it in; set "
+            "cache_dir or leave cache_key out"
+        )
+    if not isinstance(cache_key, str) or not _KEY.fullmatch(cache_key):
+        raise ValueError(
+            f"cache_key={cache_key!r} cannot name a folder; use letters, digits and . _ = + -, "
+            "starting with a letter or digit"
+        )
+
+
+def open_or_build(
+    cache_dir: str | Path,
+    cache_key: str,
+    load: Callable[[], Any],
+    *,
+    num_workers: int = 0,
+    labels_are_shifted: bool = False,
+    fingerprint: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> TokenStore:
+    """Opens the store of a key, building it first where there is none.
+
+    Args:
+        cache_dir: folder of all stores.
+        cache_key: name of this one.
+        load: makes the data set; called only by the process that builds.
+        num_workers: worker processes of the build.
+        labels_are_shifted: the data set's labels are targets.
+        fingerprint: what the key was made of, kept in ``meta.json`` for the reader.
+        progress: show a bar while building.
+
+    Raises:
+        ValueError: a sample does not meet the contract, or the store was built with another value
+            of ``labels_are_shifted``.
+        OSError: the store cannot be written.
+    """
+    check_cache_arguments(cache_dir, cache_key)
+    folder = Path(cache_dir) / cache_key
+    store, _ = _try_open(folder)
+    if store is None:
+        with _build_lock(folder):
+            store, problem = _try_open(folder)
+            if store is None:
+                if problem is not None:
+                    logger.warning("A damaged token store is built again: %s.", problem)
+                for leftover in partial_folders(folder.parent, folder.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                meta = {
+                    "key": cache_key,
+                    "fingerprint": dict(fingerprint or {}),
+                    "versions": _versions(),
+                }
+                store = TokenStore.build(
+                    folder,
+                    load(),
+                    num_workers=num_workers,
+                    labels_are_shifted=labels_are_shifted,
+                    progress=progress,
+                    meta=meta,
+                )
+    if store.meta.get("labels_are_shifted") != labels_are_shifted:
+        raise ValueError(
+            f"the store {folder} was built with labels_are_shifted="
+            f"{store.meta.get('labels_are_shifted')}, now it is {labels_are_shifted}; use another "
+            "cache_key"
+        )
+    return store
+
+
+def _try_open(folder: Path) -> tuple[TokenStore | None, str | None]:
+    """The store, or what is wrong with it; neither when there is nothing of that name."""
+    if not folder.exists():
+        return None, None
+    try:
+        return TokenStore.open(folder), None
+    except StoreError as error:
+        return None, str(error)
+
+
+def check_against(store: TokenStore, ds: Any) -> None:
+    """Compares a store that was found with the data set that it is said to hold.
+
+    A caller of the Python class chooses the key, so a key that stayed when the data changed is
+    looked for: the number of samples, and the first, middle and last sample.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if not hasattr(ds, "__len__") or not hasattr(ds, "__getitem__"):
+        return
+    size, kept = len(ds), store.accounting.num_samples
+    difference = None if size == kept else f"it holds {kept} samples, the data set has {size}"
+    for index in sorted({0, size // 2, size - 1}) if size and difference is None else ():
+        shifted = bool(store.meta.get("labels_are_shifted"))
+        chunk, _ = encode_samples(ds, index, index + 1, shifted)
+        found = store.sample(index)
+        if not (
+            np.array_equal(found["tokens"], chunk.tokens)
+            and np.array_equal(found["labels"], chunk.labels)
+        ):
+            difference = f"its sample {index} differs"
+            break
+    if difference:
+        raise ValueError(
+            f"the store {store.path} was made from other data ({difference}); change cache_key "
+            "whenever the tokens change, or remove the store with "
+            f"`python -m torchtune_packing.store rm {store.path}`"
+        )
+
+
+@contextmanager
+def _build_lock(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    # Lock files stay: removing one while another process waits on it would let two build.
+    lock_file = folder.parent / ".locks" / f"{folder.name}.lock"
+    try:
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(lock_file)
+        start = time.monotonic()
+        patience = 1.0
+        while True:
+            try:
+                lock.acquire(timeout=patience, poll_interval=0.1)
+                break
+            except Timeout:
+                logger.log(
+                    logging.INFO if patience < 60 else logging.WARNING,
+                    "Waiting since %.0f s for another process that builds %s (it holds %s).",
+                    time.monotonic() - start,
+                    folder,
+                    lock_file,
+                )
+                patience = 60.0
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"there is no token store {folder} yet, and none can be built there: "
+            f"{error.strerror or error}. Let cache_dir name a folder that can be written",
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _versions() -> dict[str, str]:
+    found = {"torchtune_packing": torchtune_packing.__version__}
+    for name in _NOTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def store_folders(cache_dir: str | Path) -> list[Path]:
+    """Folders in ``cache_dir`` that hold a store, whole or damaged, by name."""
+    root = Path(cache_dir)
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; name the cache_dir of a config")
+    return sorted(
+        entry
+        for entry in root.iterdir()
+        if not entry.name.startswith(".") and (entry / "meta.json").exists()
+    )
+
+
+def remove_store(folder: str | Path) -> None:
+    """Removes one store.
+
+    Raises:
+        ValueError: the folder is not a token store.
+    """
+    folder = Path(folder)
+    if not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} is not a token store (it has no meta.json); nothing is removed")
+    # Without its name first, so that a removal cut short leaves nothing that looks like a store.
+    aside = folder.parent / f".tmp-{folder.name}-removed-{uuid.uuid4().hex[:8]}"
+    folder.rename(aside)
+    shutil.rmtree(aside)

@@ -61,7 +61,8 @@ def collate_packed(
             a CUDA device that supports it and a bool mask elsewhere, None for no mask but
             ``seq_lens``.
         device: where the mask is built. None takes the CUDA device if this process holds tensors
-            on one (a recipe whose model is there), else the CPU. All other tensors stay on the CPU.
+            on one (a recipe whose model is there), else the CPU; a loader worker takes the CPU. All
+            other tensors stay on the CPU.
         pad_documents_to: columns of ``seq_lens``, zero-filled; None takes the fewest that do. A
             fixed number (the plan's ``max_documents + 1``) keeps shapes static for compiled code.
 
@@ -234,15 +235,18 @@ def _choose_mask(
             )
         return None
     where = _training_device() if device is None else torch.device(device)
-    if mask == "auto":
-        flex = where.type == "cuda" and _supports_flex(where)
-        mask = "flex" if flex else "bool"
     if get_worker_info() is not None and (where.type != "cpu" or mask == "flex"):
         raise RuntimeError(
-            f"A loader worker was asked for a {mask} mask on {where}: a worker may neither touch "
-            "CUDA nor send a BlockMask. Use mask=None in the collate function and build the mask "
-            "in the main process, or num_workers=0."
+            f"A loader worker was asked for mask={mask!r} on {where}, but a worker may neither "
+            "touch CUDA nor send a BlockMask. Use mask=None in the collate function and build the "
+            "mask in the main process, or num_workers=0."
         )
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f'device is {where}, but there is no CUDA device; use device="cpu" or leave it out.'
+        )
+    if mask == "auto":
+        mask = "flex" if where.type == "cuda" and _supports_flex(where) else "bool"
     return where, mask
 
 
@@ -252,7 +256,11 @@ def _training_device() -> torch.device:
     ``torch.cuda.is_available()`` would send the mask of a CPU run to an idle GPU. A recipe has
     moved its model before it asks for the first batch, so memory in use tells where it trains.
     """
-    if torch.cuda.is_initialized() and torch.cuda.memory_allocated() > 0:
+    if (
+        get_worker_info() is None
+        and torch.cuda.is_initialized()
+        and torch.cuda.memory_allocated() > 0
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

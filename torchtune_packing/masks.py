@@ -201,9 +201,9 @@ def block_causal_block_mask(
     last = (first + size).clamp(max=s) - 1
 
     ends = _document_ends(seq_lens)
-    of_first, of_last = _find_documents(ends, torch.cat([first, last])).split(n, dim=1)
-    start_first, start_last = _starts_of(ends, of_first), _starts_of(ends, of_last)
-    stop_first, stop_last = _stops_of(ends, of_first, s), _stops_of(ends, of_last, s)
+    edges = _find_documents(ends, torch.cat([first, last]))
+    start_first, start_last = _starts_of(ends, edges).split(n, dim=1)
+    stop_first, stop_last = _stops_of(ends, edges, s).split(n, dim=1)
 
     # Key blocks seen by query block i: partial from lowest to full_from - 1, full from there to
     # i - 1, and partial again on the diagonal. An incomplete last block counts as partly masked.
@@ -211,21 +211,21 @@ def block_causal_block_mask(
     full_from = torch.minimum((start_last + size - 1) // size, block)
     full_from = torch.where(first + size <= s, full_from, block)
     kv_num_blocks = full_from - lowest + 1
+    kv_indices = _consecutive(lowest, block)
+    diagonal = (kv_num_blocks - 1).unsqueeze(-1).long()
+    kv_indices.scatter_(-1, diagonal, block.view(1, n, 1).expand(b, n, 1))
     full_kv_num_blocks = block - full_from
-    # Each index row is as long as there are blocks; beyond the count it holds some valid block.
-    kv_indices = lowest.unsqueeze(-1) + block
-    kv_indices = torch.where(kv_indices < full_from.unsqueeze(-1), kv_indices, block.unsqueeze(-1))
-    full_kv_indices = (full_from.unsqueeze(-1) + block).clamp_(max=n - 1)
+    full_kv_indices = _consecutive(full_from, block)
 
     # Query blocks that see key block j: the diagonal (partial), then full up to partial_from - 1,
     # then partial up to the block in which the document of j's last position ends.
     highest = (stop_last - 1) // size
     partial_from = torch.maximum(stop_first // size, block + 1)
     q_num_blocks = highest - partial_from + 2
-    full_q_num_blocks = partial_from - block - 1
-    q_indices = (partial_from.unsqueeze(-1) + (block - 1)).clamp_(max=n - 1)
+    q_indices = _consecutive(partial_from - 1, block)
     q_indices[..., 0] = block
-    full_q_indices = (block.unsqueeze(-1) + (block + 1)).clamp_(max=n - 1).repeat(b, 1, 1)
+    full_q_num_blocks = partial_from - block - 1
+    full_q_indices = _consecutive((block + 1).expand(b, n), block)
 
     starts = _starts_of(ends, _find_documents(ends, _positions(s, device)))
 
@@ -293,6 +293,15 @@ def _check(seq_lens: torch.Tensor, s: int) -> None:
         )
     if s < 1:
         raise ValueError(f"s is {s}, but a row has at least one position.")
+
+
+def _consecutive(lowest: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """For each row the block numbers from ``lowest`` on, int32 ``[b, n, n]``.
+
+    Rows have as many columns as there are blocks, since the compiled kernels refuse fewer. What
+    lies beyond the count of a row is not attended to, and is a valid block all the same.
+    """
+    return (lowest.unsqueeze(-1) + block).clamp_(max=block.numel() - 1)
 
 
 def _positions(s: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""``packed_dataset``: the one component that a config needs to pack another builder's data."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torchtune_packing.dataset import PackedDataset
+from torchtune_packing.datasets.source_key import source_key
+from torchtune_packing.datasets.sources import check_source, load_source, source_nodes
+from torchtune_packing.store.cache import check_cache_arguments, open_or_build
+from torchtune_packing.store.progress import is_main_process
+
+__all__ = ["packed_dataset"]
+
+logger = logging.getLogger(__name__)
+
+
+def packed_dataset(
+    tokenizer: Any,
+    *,
+    source: Any,
+    max_seq_len: int | None = None,
+    strategy: str = "best_fit",
+    overlong: str = "error",
+    split_across_pack: bool = False,
+    max_packs: int | None = None,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    cache_key: str | None = None,
+    num_workers: int = 0,
+    labels_are_shifted: bool = False,
+) -> PackedDataset:
+    """Builds a packed data set from a config, in a recipe of ours or in torchtune's own.
+
+    ::
+
+        dataset:
+          _component_: torchtune_packing.datasets.packed_dataset
+          source:
+            _component_: torchtune.datasets.alpaca_cleaned_dataset
+          max_seq_len: 4096
+
+    Args:
+        tokenizer: torchtune tokenizer; the recipe passes it.
+        source: config node of the builder to pack, called as ``builder(tokenizer, **keys)``; a list
+            of nodes is read one after the other; a data set that is already built is taken as is.
+        max_seq_len: most tokens in a pack.
+        strategy: see :class:`~torchtune_packing.PackedDataset`, as for all that follow.
+        overlong: "error", "drop", "truncate" or "split".
+        split_across_pack: cut documents where a pack ends.
+        max_packs: most packs.
+        seed: seed of the plan.
+        cache_dir: folder for token stores.
+        cache_key: name of the store in it; computed from the config when left out.
+        num_workers: worker processes for tokenizing.
+        labels_are_shifted: the source's labels are targets already.
+
+    Returns:
+        The packed data set; its ``padding_idx`` is the tokenizer's ``pad_id``.
+
+    Raises:
+        ValueError: the source cannot be packed, cannot be read, or yields bad samples.
+    """
+    nodes = source_nodes(source)
+    if max_seq_len is None:
+        raise ValueError(
+            "dataset.max_seq_len is not set (and tokenizer.max_seq_len only bounds single "
+            "samples); set dataset.max_seq_len to the number of tokens in a pack"
+        )
+    for node in nodes:
+        check_source(node)
+    _tell_truncation(tokenizer, max_seq_len)
+    return PackedDataset(
+        _store_or_source(
+            nodes,
+            tokenizer,
+            cache_dir=cache_dir,
+            cache_key=cache_key,
+            num_workers=num_workers,
+            labels_are_shifted=labels_are_shifted,
+        ),
+        max_seq_len=max_seq_len,
+        padding_idx=getattr(tokenizer, "pad_id", None) or 0,
+        max_packs=max_packs,
+        split_across_pack=split_across_pack,
+        strategy=strategy,
+        overlong=overlong,
+        seed=seed,
+        labels_are_shifted=labels_are_shifted,
+        num_workers=num_workers,
+    )
+
+
+def _store_or_source(
+    nodes: list[Any],
+    tokenizer: Any,
+    *,
+    cache_dir: str | Path | None,
+    cache_key: str | None,
+    num_workers: int,
+    labels_are_shifted: bool,
+) -> Any:
+    """The store of the config where stores are kept, else the data set to read into memory."""
+    check_cache_arguments(cache_dir, cache_key)
+    if cache_dir is None:
+        return load_source(nodes, tokenizer)
+    fingerprint = None
+    if cache_key is None:
+        cache_key, fingerprint = source_key(
+            nodes, tokenizer, labels_are_shifted=labels_are_shifted, cache_dir=cache_dir
+        )
+    return open_or_build(
+        cache_dir,
+        cache_key,
+        lambda: load_source(nodes, tokenizer),
+        num_workers=num_workers,
+        labels_are_shifted=labels_are_shifted,
+        fingerprint=fingerprint,
+    )
+
+
+def _tell_truncation(tokenizer: Any, max_seq_len: int) -> None:
+    """One line when the tokenizer cuts samples before the packs could hold them."""
+    limit = getattr(tokenizer, "max_seq_len", None)
+    if isinstance(limit, int) and limit < max_seq_len and is_main_process():
+        logger.info(
+            "tokenizer.max_seq_len=%s is below dataset.max_seq_len=%s: the tokenizer truncates "
+            "longer samples before they are packed.",
+            limit,
+            max_seq_len,
+        )

@@ -91,7 +91,7 @@ class SmolLM2Tokenizer:
         # The parts that every conversation repeats.
         self._im_start_id = self.special_tokens[_IM_START]
         self._line_break = self.encode("\n", add_bos=False, add_eos=False)
-        self._headers: dict[str, list[int]] = {}
+        self._header_cache: dict[str, list[int]] = {}
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Turns text into token ids.
@@ -179,10 +179,10 @@ class SmolLM2Tokenizer:
         return {**rest, "tokens": tokens, "mask": mask}
 
     def _header(self, role: str) -> list[int]:
-        if role not in self._headers:
+        if role not in self._header_cache:
             name = self.encode(f"{role}\n", add_bos=False, add_eos=False)
-            self._headers[role] = [self._im_start_id, *name]
-        return self._headers[role]
+            self._header_cache[role] = [self._im_start_id, *name]
+        return self._header_cache[role]
 
 
 def smollm2_tokenizer(

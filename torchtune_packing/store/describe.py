@@ -2,8 +2,8 @@
 
 A tokenizer is described by its class, the code of that class, and its state: vocabularies and
 merges by content, whatever file they came from. Code inside an installed distribution counts as its
-name and version, any other code as the hash of its file. What cannot be described raises; nothing is
-guessed.
+name and version, any other code as the hash of its file. What cannot be described raises; nothing
+is guessed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import torch
 
 __all__ = ["canonical", "code_of", "describe", "file_digest", "sha256_of"]
 
-#: Attributes that fill up while an object is used and do not change what it does.
-_SCRATCH = {"cache", "_cache", "__orig_class__"}
 #: Longer descriptions are replaced by their hash, so that ``meta.json`` stays readable.
 _MAX_SHOWN = 2000
 
@@ -149,9 +147,21 @@ def _describe_object(value: Any, seen: tuple[int, ...]) -> Any:
         )
     described = {"object": describe(type(value), seen)}
     for name, item in sorted(state.items()):
-        if name not in _SCRATCH:
+        if not _is_scratch(type(value), name):
             described[name] = describe(item, seen)
     return described
+
+
+def _is_scratch(kind: type, name: str) -> bool:
+    """True for attributes that fill up while an object is used and do not change what it does.
+
+    Those are cached properties and whatever is called a cache. A key must not depend on whether a
+    tokenizer was used before it was asked for.
+    """
+    if isinstance(getattr(kind, name, None), functools.cached_property):
+        return True
+    bare = name.strip("_").lower()
+    return bare == "cache" or bare.endswith("_cache") or name == "__orig_class__"
 
 
 def _slots(kind: type) -> list[str]:

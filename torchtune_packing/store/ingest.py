@@ -30,7 +30,7 @@ _MAX_CHUNK_SAMPLES = 1024
 
 #: Keys that tell apart data that cannot be packed as plain token sequences.
 _PREFERENCE_KEYS = ("chosen", "rejected", "chosen_input_ids", "rejected_input_ids")
-_MULTIMODAL_KEYS = ("images", "image", "pixel_values", "encoder_input")
+_MULTIMODAL_KEYS = ("images", "pixel_values", "encoder_input")
 
 
 class SampleReadError(RuntimeError):
@@ -172,6 +172,8 @@ def _append_sample(sample: Any, index: int, tokens: array[int], labels: array[in
         sample_tokens, sample_labels = sample["tokens"], sample["labels"]
     except (KeyError, TypeError, IndexError):
         raise ValueError(_explain_keys(sample, index)) from None
+    if index == 0:
+        _refuse_multimodal(sample)
     packed_tokens = _to_int32_bytes(sample_tokens, "tokens", index)
     packed_labels = _to_int32_bytes(sample_labels, "labels", index)
     if len(packed_tokens) != len(packed_labels):
@@ -264,14 +266,11 @@ def _explain_keys(sample: Any, index: int) -> str:
     return f"sample {index} has no {missing}, only the keys {keys}; add what is missing{hint}"
 
 
-def refuse_multimodal(sample: Mapping[str, Any]) -> None:
-    """Raises when a sample carries images, which no token store keeps.
-
-    Raises:
-        ValueError: the sample has a key of multimodal data.
-    """
-    found = [key for key in _MULTIMODAL_KEYS if key in sample]
+def _refuse_multimodal(sample: Mapping[str, Any]) -> None:
+    """Refuses samples with images, which a token store would lose; the first one tells."""
+    found = [key for key in _MULTIMODAL_KEYS if key in sample and sample[key] is not None]
     if found:
         raise ValueError(
-            f"the data set yields multimodal samples (key {found[0]!r}); only text can be packed"
+            f"sample 0 has the key {found[0]!r}: multimodal samples cannot be packed, only text; "
+            "use a text data set"
         )

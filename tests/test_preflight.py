@@ -1,0 +1,141 @@
+"""Each refusal: one sentence with the thing, the value found and the remedy, before anything slow."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.tiny import tiny_config
+from torchtune_packing.training import preflight
+from torchtune_packing.training.checkpoint import RunCheckpoints, write_state
+from torchtune_packing.training.run import Run
+
+
+def problems(folder: Path, world_size: int = 1, **changes: Any) -> str:
+    config = tiny_config(folder)
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    with pytest.raises(ValueError) as caught:
+        preflight.check_config(config, preflight.COMMON_KEYS, world_size)
+    return str(caught.value)
+
+
+def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> None:
+    assert preflight.check_config(tiny_config(tmp_path), preflight.COMMON_KEYS) == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"gradient_acumulation_steps": 2},
+            ["`gradient_acumulation_steps`", "did you mean `gradient_accumulation_steps`"],
+        ),
+        ({"save_merged_weights": True}, ["unknown key `save_merged_weights`"]),
+        ({"device": "cuda"}, ["`device` is cuda", "no CUDA device", "device=cpu"]),
+        ({"device": "tpu"}, ["`device` is 'tpu'", "cpu or cuda"]),
+        ({"dtype": "fp16"}, ["`dtype` is 'fp16'", "fp32, bf16"]),
+        ({"batch_size": 0}, ["`batch_size` is 0", "at least 1"]),
+        ({"epochs": 1.5}, ["`epochs` is 1.5", "whole number"]),
+        ({"seed": -1}, ["`seed` is -1", "at least 0"]),
+        ({"enable_activation_offloading": True}, ["`enable_activation_offloading`", "device=cuda"]),
+        (
+            {"resume_from_checkpoint": True},
+            ["`resume_from_checkpoint` is True", "no whole checkpoint", "set it to False"],
+        ),
+        (
+            {"checkpointer__checkpoint_dir": "/nowhere/model"},
+            ["/nowhere/model", "no folder", "download"],
+        ),
+        (
+            {"checkpointer__checkpoint_files": ["a.safetensors"]},
+            ["a.safetensors", "does not hold", "model.safetensors"],
+        ),
+        (
+            {"tokenizer__path": "/nowhere/tokenizer.json"},
+            ["`tokenizer.path` is /nowhere/tokenizer.json"],
+        ),
+        ({"tokenizer__max_seq_len": 512}, ["`tokenizer.max_seq_len` is 512", "positions for 256"]),
+        ({"model__embed_dim": 64}, ["another model", "hidden_size is 32", "is 64"]),
+        ({"model__nonsense": 1}, ["`model` cannot be built", "nonsense"]),
+        (
+            {"dataset__packed": True, "dataset___component_": "torchtune.datasets.alpaca_dataset"},
+            ["`dataset.packed` is True", "packed_dataset"],
+        ),
+        (
+            {"dataset___component_": "torchtune.datasets.alpaca_dataset"},
+            ["is not packed", "collate_flattened"],
+        ),
+        ({"max_tokens": 100}, ["`max_tokens`", "collate_flattened"]),
+        (
+            {"packs_per_step": 8},
+            ["`packs_per_step` and `gradient_accumulation_steps` are both set"],
+        ),
+    ],
+)
+def test_refusals_name_thing_value_and_remedy(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    found = problems(tmp_path, **changes)
+    for word in words:
+        assert word in found
+    assert "\n" not in found  # one sentence for one problem
+
+
+def test_world_size_that_does_not_divide_the_step(tmp_path: Path) -> None:
+    found = problems(tmp_path, 3, packs_per_step=8, gradient_accumulation_steps=None)
+    assert "`packs_per_step` is 8" in found and "3 processes" in found and "multiple of 6" in found
+
+
+def test_packs_per_step_gives_each_process_its_share(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, packs_per_step=8, gradient_accumulation_steps=None)
+    assert [preflight.accumulation_steps(config, w) for w in (1, 2, 4)] == [4, 2, 1]
+
+
+def test_several_problems_come_together(tmp_path: Path) -> None:
+    found = problems(tmp_path, device="cuda", dtype="fp16", batch_size=0, oops=1)
+    assert found.startswith("4 problems in the config:\n  - ")
+    assert found.count("\n  - ") == 4
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    del config["optimizer"]
+    with pytest.raises(ValueError, match="`optimizer` is missing; see configs/"):
+        preflight.check_config(config, preflight.COMMON_KEYS)
+
+
+def test_names_that_others_refer_to_are_no_unknown_keys(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, model_dir=str(tmp_path / "base"))
+    config.checkpointer.checkpoint_dir = "${model_dir}"
+    preflight.check_config(config, preflight.COMMON_KEYS)
+
+
+def test_earlier_run_in_the_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    folder = RunCheckpoints(config.output_dir).write(7, lambda f: write_state(f, {}, {}))
+    found = problems(tmp_path)
+    assert "holds step_000007 of an earlier run" in found and "resume_from_checkpoint=True" in found
+    assert folder.is_dir()
+    config.overwrite_output_dir = True
+    Run.start(config, preflight.COMMON_KEYS).close()
+    assert not folder.exists()
+
+
+def test_resume_with_other_settings_names_both_values(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        preflight.check_resume(
+            {"dataset.max_seq_len": 64, "model": "a"},
+            {"dataset.max_seq_len": 32, "model": "a"},
+            tmp_path,
+        )
+    assert "dataset.max_seq_len was 64 and is now 32" in str(caught.value)
+    assert "model" not in str(caught.value).split("settings: ")[1].split(";")[0].split(".")[0]
+
+
+def test_explained_prints_one_line_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, preflight.explained():
+        raise ValueError("the thing is 3; make it 4.")
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: the thing is 3; make it 4.\n"

@@ -1,0 +1,193 @@
+"""Numbers of a training run that mean what their names say.
+
+Three token counts are kept apart, since a speed is only comparable when its tokens are named:
+
+=========  ==================================================================
+capacity   every position that went through the model (``b * s``)
+real       positions that hold a document; the headline speed counts these
+trained    positions whose target is not ``IGNORE_INDEX``
+=========  ==================================================================
+
+The padding tail of a row is not a document and is never counted as one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from torchtune_packing.training.parallel import Ranks
+
+if TYPE_CHECKING:
+    from torchtune_packing.training.data import Step
+    from torchtune_packing.training.run import Run
+
+__all__ = ["PHASES", "StepCounts", "StepMeter", "peak_memory"]
+
+#: What the time of a step is divided into.
+PHASES = ("data", "mask", "forward", "backward", "optimizer")
+
+
+@dataclass
+class StepCounts:
+    """What one optimizer step, or a whole run, was made of.
+
+    Attributes:
+        capacity: positions, padding included.
+        real: positions that hold a document.
+        trained: positions with a target.
+        documents: documents (the padding tail is none).
+        divisor: what the summed loss is divided by (trained targets, or documents).
+    """
+
+    capacity: float = 0
+    real: float = 0
+    trained: float = 0
+    documents: float = 0
+    divisor: float = 0
+
+    def add(self, other: StepCounts) -> None:
+        """Adds another step's counts to these."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def over_ranks(self, ranks: Ranks) -> StepCounts:
+        """The counts of all ranks together, a new object: these stay what they are."""
+        return StepCounts(*ranks.sum(*(getattr(self, field.name) for field in fields(self))))
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Tokens per second of each kind, documents and fill, for a step that took ``seconds``."""
+        return {
+            "real_tokens_per_second": self.real / seconds,
+            "trained_tokens_per_second": self.trained / seconds,
+            "capacity_tokens_per_second": self.capacity / seconds,
+            "documents_per_step": self.documents,
+            "fill": self.real / self.capacity if self.capacity else 0.0,
+        }
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of the run in GiB: of the CUDA allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return {
+            "peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+            "peak_memory_reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        }
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return {}
+    # Linux counts in KiB, macOS in bytes.
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+
+
+class StepMeter:
+    """Times the phases of a run and shows one line of progress.
+
+    In a terminal that line is a bar; in a file it is one line every ``log_every_n_steps``. Ranks
+    other than 0 show nothing.
+
+    Args:
+        ranks: where this process stands.
+        total_steps: optimizer steps of the whole run.
+        done_steps: steps already done before a resume.
+        log_every_n_steps: how often a line goes to a file that is not a terminal.
+    """
+
+    def __init__(
+        self, ranks: Ranks, *, total_steps: int, done_steps: int = 0, log_every_n_steps: int = 1
+    ) -> None:
+        self._ranks = ranks
+        self._every = log_every_n_steps
+        self._total = total_steps
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total_steps,
+            initial=done_steps,
+            disable=not (ranks.is_first and self._terminal),
+            dynamic_ncols=True,
+            unit="step",
+            bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining} {postfix}",
+        )
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.totals = StepCounts()
+        self.step_seconds = 0.0
+        self.last_step = done_steps
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._step_start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to a phase; CUDA work is timed by events, without waiting."""
+        if self._ranks.device.type == "cuda" and name not in ("data",):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+            return
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin
+
+    def timed(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Passes steps on, timing from the request for a step's data; that wait is phase "data"."""
+        steps = iter(steps)
+        while True:
+            self._step_start = time.perf_counter()
+            step = next(steps, None)
+            if step is None:
+                return
+            self.seconds["data"] += time.perf_counter() - self._step_start
+            yield step
+
+    def finish_step(self, run: Run, step: Step, values: Mapping[str, float]) -> None:
+        """Closes a step, whose loss has been read: shows it and logs it.
+
+        Args:
+            run: has the metric logger.
+            step: the step, with the counts of all ranks.
+            values: loss, learning rate and whatever else is to be logged.
+        """
+        seconds = time.perf_counter() - self._step_start
+        for name, start, end in self._events:
+            self.seconds[name] += start.elapsed_time(end) / 1000
+        self._events.clear()
+        self.totals.add(step.counts)
+        self.step_seconds += seconds
+        self.last_step = step.position.step
+        rates, number = step.counts.rates(seconds), step.position.step
+        line = (
+            f"loss {values['loss']:.4f} | {rates['real_tokens_per_second']:.0f} real tokens/s "
+            f"| fill {100 * rates['fill']:.1f}%"
+        )
+        due = number % self._every == 0
+        if self._terminal:
+            self._bar.set_postfix_str(line, refresh=False)
+            self._bar.update(1)
+        elif due:
+            run.say(f"step {number}/{self._total} epoch {step.position.epoch + 1} | {line}")
+        if not step.counts.trained:
+            run.say(f"warning: step {number} has no trained target; no weight moved.")
+        if due:
+            run.log({**values, **rates, **peak_memory(self._ranks.device)}, number)
+
+    def summary(self) -> dict[str, float]:
+        """Steps done, real tokens/s over this run, and each phase's share of the step time."""
+        seconds = max(self.step_seconds, 1e-9)
+        shares = {f"share_{name}": spent / seconds for name, spent in self.seconds.items()}
+        speed = self.totals.real / seconds
+        return {"steps": self.last_step, "real_tokens_per_second": speed, **shares}
+
+    def close(self) -> None:
+        """Finishes the bar."""
+        self._bar.close()

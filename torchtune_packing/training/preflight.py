@@ -1,0 +1,364 @@
+"""Everything about a config that can be known to be wrong before anything slow happens.
+
+:func:`check_config` looks at the whole config and reports all problems together, each as one
+sentence with the value found, the limit and the remedy. It builds the model on the meta device
+(shapes only, no memory) and reads nothing but small JSON files. What depends on the data is checked
+when the data set has been opened, still before weights are read (:func:`check_data`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_packing.training.checkpoint import RunCheckpoints
+
+__all__ = [
+    "COMMON_KEYS",
+    "LORA_KEYS",
+    "accumulation_steps",
+    "check_config",
+    "check_data",
+    "check_resume",
+    "explained",
+]
+
+#: The keys of recipes/full_finetune.py; docs/recipes.md explains each.
+COMMON_KEYS = frozenset(
+    """
+    output_dir tokenizer model checkpointer dataset dataset_val collate_fn max_tokens batch_size
+    gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch optimizer lr_scheduler
+    clip_grad_norm loss_reduction num_output_chunks seed shuffle balance num_workers device dtype
+    attention_backend compile enable_activation_checkpointing enable_activation_offloading
+    fsdp_cpu_offload fsdp_reshard_after_forward custom_sharded_layers metric_logger
+    log_every_n_steps profiler run_val_every_n_steps val_batch_size save_every_n_steps
+    keep_last_n_checkpoints resume_from_checkpoint overwrite_output_dir show_example
+    require_lower_val_loss
+    """.split()
+)
+#: The keys that recipes/lora_finetune.py adds.
+LORA_KEYS = frozenset({"save_merged_weights"})
+
+_REQUIRED = (
+    "output_dir tokenizer model checkpointer dataset optimizer batch_size epochs device dtype"
+).split()
+_POSITIVE = (
+    "batch_size gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch max_tokens "
+    "num_output_chunks log_every_n_steps run_val_every_n_steps val_batch_size save_every_n_steps "
+    "keep_last_n_checkpoints"
+).split()
+_DTYPES = ("fp32", "bf16")
+#: Hugging Face config.json field -> what it is in a torchtune decoder.
+_SHAPES = {
+    "hidden_size": lambda model: model.tok_embeddings.embedding_dim,
+    "vocab_size": lambda model: model.tok_embeddings.num_embeddings,
+    "num_hidden_layers": lambda model: len(model.layers),
+    "num_attention_heads": lambda model: model.num_heads,
+}
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns a refusal during set-up into one sentence on stderr and exit code 1.
+
+    ``TORCHTUNE_PACKING_TRACEBACK=1`` shows the traceback instead. In a run of several processes
+    only the first one speaks, since all of them refuse alike.
+    """
+    try:
+        yield
+    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        if os.environ.get("TORCHTUNE_PACKING_TRACEBACK"):
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def accumulation_steps(cfg: DictConfig, world_size: int) -> int:
+    """Micro-steps per optimizer step on each rank.
+
+    Either ``gradient_accumulation_steps`` says it (per rank, as in torchtune), or
+    ``packs_per_step`` fixes the packs of an optimizer step for the whole run, whatever the number
+    of processes, and this is what is left for each.
+    """
+    if cfg.get("packs_per_step", None) is not None:
+        return int(cfg.packs_per_step) // (int(cfg.batch_size) * world_size)
+    return int(cfg.get("gradient_accumulation_steps", None) or 1)
+
+
+def _unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+    known = set(known)
+    text = json.dumps(cfg)
+    for key in cfg:
+        if key in known or f"${{{key}" in text:  # a name of the user's own that ${name} refers to
+            continue
+        close = difflib.get_close_matches(str(key), known, n=1)
+        hint = (
+            f"did you mean `{close[0]}`?"
+            if close
+            else "remove it (docs/recipes.md lists all keys)."
+        )
+        yield f"unknown key `{key}`: {hint}"
+
+
+def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
+    sound = True
+    for key in _POSITIVE:
+        value = cfg.get(key, None)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            sound = False
+            yield f"`{key}` is {value!r}; it must be a whole number of at least 1."
+    total, rows = cfg.get("packs_per_step", None), cfg.get("batch_size", None)
+    if total is not None and cfg.get("gradient_accumulation_steps", None) is not None:
+        yield "`packs_per_step` and `gradient_accumulation_steps` are both set; keep one of them."
+    elif sound and total is not None and rows is not None and total % (rows * world_size):
+        yield (
+            f"`packs_per_step` is {total}, which {world_size} processes with `batch_size` {rows} "
+            f"cannot share evenly; make it a multiple of {rows * world_size}, or change the number "
+            "of processes."
+        )
+    seed = cfg.get("seed", None)
+    if seed is not None and (not isinstance(seed, int) or seed < 0):
+        yield f"`seed` is {seed!r}; it must be a whole number of at least 0, or null."
+
+
+def _device(cfg: DictConfig) -> Iterator[str]:
+    device, dtype = str(cfg.get("device", "")), cfg.get("dtype", None)
+    kind = device.split(":")[0]
+    cuda = torch.cuda.is_available()
+    if kind not in ("cpu", "cuda"):
+        yield f"`device` is {device!r}; it must be cpu or cuda."
+    elif kind == "cuda" and not cuda:
+        yield (
+            "`device` is cuda, but torch finds no CUDA device here; set device=cpu, or install a "
+            "CUDA build of torch and a driver."
+        )
+    if dtype not in _DTYPES:
+        yield f"`dtype` is {dtype!r}; it must be one of {', '.join(_DTYPES)}."
+    elif dtype == "bf16" and kind == "cuda" and cuda and not torch.cuda.is_bf16_supported():
+        name = torch.cuda.get_device_name()
+        yield f"`dtype` is bf16, which {name} does not compute; set dtype=fp32."
+    if cfg.get("enable_activation_offloading", False):
+        if kind != "cuda":
+            yield "`enable_activation_offloading` needs device=cuda; set it to False on a CPU."
+        elif not cfg.get("enable_activation_checkpointing", False):
+            yield "`enable_activation_offloading` needs enable_activation_checkpointing=True too."
+
+
+def _dataset(cfg: DictConfig) -> Iterator[str]:
+    flattened = "collate_flattened" in str(cfg.get("collate_fn", ""))
+    if cfg.get("max_tokens", None) is not None and not flattened:
+        yield (
+            "`max_tokens` sizes padding-free batches; set collate_fn to "
+            "torchtune_packing.collate_flattened, or size packs by dataset.max_seq_len."
+        )
+    for name in ("dataset", "dataset_val"):
+        node = cfg.get(name, None)
+        if node is None:
+            continue
+        if not isinstance(node, DictConfig) or "_component_" not in node:
+            yield f"`{name}` is {node!r}; it must be a component: a mapping with `_component_`."
+            continue
+        component = str(node._component_)
+        if node.get("packed", False) and "packed_dataset" not in component:
+            yield (
+                f"`{name}.packed` is True, which asks for torchtune's own packs; wrap the data set "
+                "instead: _component_: torchtune_packing.datasets.packed_dataset, source: {...}."
+            )
+        elif name == "dataset" and component.startswith("torchtune.datasets.") and not flattened:
+            yield (
+                f"`dataset` is {component}, which is not packed; wrap it as `source` of "
+                "torchtune_packing.datasets.packed_dataset, or set collate_fn to "
+                "torchtune_packing.collate_flattened for padding-free batches."
+            )
+
+
+def _files(cfg: DictConfig) -> Iterator[str]:
+    node = cfg.get("checkpointer", None)
+    if isinstance(node, DictConfig) and node.get("checkpoint_dir", None) is not None:
+        folder = Path(str(node.checkpoint_dir))
+        if not folder.is_dir():
+            yield (
+                f"`checkpointer.checkpoint_dir` is {folder}, which is no folder; download the model "
+                "with the command at the top of the config, or correct the path."
+            )
+        else:
+            files = node.get("checkpoint_files", None) or []
+            names = [] if isinstance(files, DictConfig) else [str(f) for f in files]
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                held = sorted(p.name for p in folder.iterdir())[:8]
+                yield (
+                    f"`checkpointer.checkpoint_files` names {', '.join(missing)}, which {folder} "
+                    f"does not hold (it holds {', '.join(held) or 'nothing'}); download it again."
+                )
+    node = cfg.get("tokenizer", None)
+    if isinstance(node, DictConfig):
+        for key in ("path", "merges_file", "merges", "special_tokens_path"):
+            path = node.get(key, None)
+            if path is not None and not Path(str(path)).exists():
+                yield f"`tokenizer.{key}` is {path}, which does not exist; correct the path."
+
+
+def _shapes_of_model(cfg: DictConfig) -> Any:
+    """The model on the meta device, or the sentence that says why there is none."""
+    from torchtune import config
+
+    node = cfg.get("model", None)
+    if not isinstance(node, DictConfig) or "_component_" not in node:
+        return f"`model` is {node!r}; it must be a component: a mapping with `_component_`."
+    try:
+        with torch.device("meta"):
+            return config.instantiate(node)
+    except (
+        Exception
+    ) as error:  # any builder may fail in its own way; all of it is the config's fault
+        return f"`model` cannot be built: {error}"
+
+
+def _model(cfg: DictConfig, model: Any) -> Iterator[str]:
+    if isinstance(model, str):
+        yield model
+        return
+    folder = cfg.get("checkpointer", {}).get("checkpoint_dir", None)
+    facts_file = Path(str(folder)) / "config.json"
+    if folder is None or not facts_file.is_file():
+        return
+    try:
+        facts = json.loads(facts_file.read_text())
+    except ValueError as error:
+        yield f"{facts_file} is not JSON ({error}); download the model again."
+        return
+    for key, measure in _SHAPES.items():
+        try:
+            found = measure(model)
+        except AttributeError:
+            continue
+        if key in facts and facts[key] != found:
+            yield (
+                f"`checkpointer.checkpoint_dir` holds another model: its {key} is {facts[key]}, "
+                f"that of {cfg.model._component_} is {found}; let `model` and `checkpointer` name the "
+                "same one."
+            )
+            return
+    limit = getattr(model, "max_seq_len", None)
+    wanted = cfg.get("tokenizer", {}).get("max_seq_len", None)
+    if limit is not None and wanted is not None and wanted > limit:
+        yield (
+            f"`tokenizer.max_seq_len` is {wanted}, but the model has positions for {limit}; set it "
+            f"to at most {limit}."
+        )
+
+
+def _resume(cfg: DictConfig) -> Iterator[str]:
+    if cfg.get("output_dir", None) is None:
+        return
+    newest = RunCheckpoints(str(cfg.output_dir)).latest()
+    if cfg.get("resume_from_checkpoint", False):
+        if newest is None:
+            yield (
+                f"`resume_from_checkpoint` is True, but {cfg.output_dir} holds no whole checkpoint "
+                "(step_<n>); set it to False to start anew, or correct `output_dir`."
+            )
+    elif newest is not None and not cfg.get("overwrite_output_dir", False):
+        yield (
+            f"`output_dir` {cfg.output_dir} holds {newest.name} of an earlier run; go on from it "
+            "with resume_from_checkpoint=True, choose another output_dir, or replace it with "
+            "overwrite_output_dir=True."
+        )
+
+
+def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1) -> int | None:
+    """Looks for everything that can be known to be wrong before the model or the data is touched.
+
+    Args:
+        cfg: the whole config of a recipe.
+        known_keys: the recipe's keys.
+        world_size: processes of the run.
+
+    Returns:
+        The positions that the model has, None where it does not say.
+
+    Raises:
+        ValueError: with every problem found, one line each.
+    """
+    problems = list(_unknown_keys(OmegaConf.to_container(cfg, resolve=False), known_keys))
+    problems += [
+        f"`{key}` is missing; see configs/ for an example." for key in _REQUIRED if key not in cfg
+    ]
+    for check in (_device, _dataset, _files, _resume):
+        problems += check(cfg)
+    model = _shapes_of_model(cfg)
+    problems += _model(cfg, model)
+    problems += _numbers(cfg, world_size)
+    if problems:
+        head = "" if len(problems) == 1 else f"{len(problems)} problems in the config:\n  - "
+        raise ValueError(head + "\n  - ".join(problems))
+    return getattr(model, "max_seq_len", None)
+
+
+def check_data(
+    dataset: Any, model_max_seq_len: int | None, *, padding_free: bool, key: str
+) -> None:
+    """Checks a data set that has been opened against the collate and the model.
+
+    Args:
+        dataset: what ``cfg.dataset`` built.
+        model_max_seq_len: positions of the model's RoPE table.
+        padding_free: whether batches are made by ``collate_flattened``.
+        key: the config key to name in the message.
+
+    Raises:
+        ValueError: if the data set should be packed and is not, or has a document longer than the
+            table.
+    """
+    from torchtune_packing.dataset import PackedDataset
+
+    packed = isinstance(dataset, PackedDataset)
+    if not packed and not padding_free:
+        raise ValueError(
+            f"`{key}` is not packed; use "
+            "torchtune_packing.datasets.packed_dataset, or set collate_fn to "
+            "torchtune_packing.collate_flattened for padding-free batches."
+        )
+    longest = int(dataset.plan.lengths.max()) if packed else dataset.longest
+    if model_max_seq_len is not None and longest > model_max_seq_len:
+        raise ValueError(
+            f"`{key}` has a document of {longest} tokens, but the model has positions for "
+            f"{model_max_seq_len}; lower {key}.max_seq_len, or set {key}.overlong to truncate or "
+            "split."
+        )
+
+
+def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Refuses to go on with other data or another model than the checkpoint was made with.
+
+    Args:
+        saved: the fingerprints in the checkpoint, name -> value.
+        now: those of this run.
+        folder: the checkpoint, for the message.
+
+    Raises:
+        ValueError: naming every value that differs, both as saved and as found.
+    """
+    differing = [
+        f"{name} was {saved.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(set(saved) | set(now))
+        if saved.get(name) != now.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder} was written by a run with other settings: {'; '.join(differing)}. Restore "
+            "them to resume, or start anew with another output_dir."
+        )

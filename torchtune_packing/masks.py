@@ -169,6 +169,7 @@ def block_causal_block_mask(
     *,
     block_size: int = 128,
     max_index_bytes: int | None = MAX_INDEX_BYTES,
+    window: int | None = None,
 ) -> BlockMask:
     """Computes the BlockMask of the block-causal mask from the document lengths.
 
@@ -182,16 +183,19 @@ def block_causal_block_mask(
         block_size: positions per block, for queries and keys alike. It is doubled until the indices
             fit into ``max_index_bytes``; see :func:`choose_block_size`.
         max_index_bytes: how many bytes of indices to spend; None keeps ``block_size`` at any cost.
+        window: positions that a sliding window lets a query see, itself included; None for all.
 
     Returns:
         A BlockMask with batch size b and one head (shared by all heads), on the device of
         ``seq_lens``. Its ``mask_mod`` reads the document start of the query and nothing else.
 
     Raises:
-        ValueError: if ``seq_lens`` is not an int tensor ``[b, d]``, s is not positive, or
-            ``block_size`` is below 2.
+        ValueError: if ``seq_lens`` is not an int tensor ``[b, d]``, s is not positive,
+            ``block_size`` is below 2, or ``window`` is below 1.
     """
     _check(seq_lens, s)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, but a position sees at least itself.")
     b = seq_lens.shape[0]
     size = choose_block_size(b, s, block_size=block_size, max_index_bytes=max_index_bytes)
     device = seq_lens.device
@@ -204,6 +208,12 @@ def block_causal_block_mask(
     edges = _find_documents(ends, torch.cat([first, last]))
     start_first, start_last = _starts_of(ends, edges).split(n, dim=1)
     stop_first, stop_last = _stops_of(ends, edges, s).split(n, dim=1)
+    if window is not None:
+        # A window moves both ends of the ranges and leaves them in order, so nothing else changes.
+        start_first = torch.maximum(start_first, first - window + 1)
+        start_last = torch.maximum(start_last, last - window + 1)
+        stop_first = torch.minimum(stop_first, first + window)
+        stop_last = torch.minimum(stop_last, last + window)
 
     # Key blocks seen by query block i: partial from lowest to full_from - 1, full from there to
     # i - 1, and partial again on the diagonal. An incomplete last block counts as partly masked.
@@ -227,7 +237,10 @@ def block_causal_block_mask(
     full_q_num_blocks = partial_from - block - 1
     full_q_indices = _consecutive((block + 1).expand(b, n), block)
 
-    starts = _starts_of(ends, _find_documents(ends, _positions(s, device)))
+    positions = _positions(s, device)
+    starts = _starts_of(ends, _find_documents(ends, positions))
+    if window is not None:
+        starts = torch.maximum(starts, positions - window + 1)
 
     def block_causal(
         b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor

@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("module", MODULES)
 def test_rotation_equals_torchtune(module, dtype, table_dtype) -> None:
-    """At most one rounding of the compute precision apart, which is float32 in torchtune."""
+    """At most one rounding of float32 apart, in which torchtune computes."""
     rope = module(16, max_seq_len=32).to(table_dtype)
     input_pos = torch.tensor([[0, 1, 2, 3, 0, 1, 31], [5, 6, 7, 8, 9, 10, 11]])
     q = torch.randn(2, 7, 4, 16, dtype=dtype, requires_grad=True)

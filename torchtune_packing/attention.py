@@ -1,11 +1,16 @@
 """Attention backends for packed batches: chosen once, installed into a torchtune model.
 
-==========  ==============  =====================  =======================================
-backend     runs on         mask for the layers    how documents are kept apart
-==========  ==============  =====================  =======================================
-sdpa        anything        bool ``[b, s, s]``     torch's SDPA with a dense mask
-varlen      CPU             ``DocumentLayout``     one fused causal call per document
-==========  ==============  =====================  =======================================
+===========  =====================  ====================  =========================================
+backend      runs on                mask for the layers   how documents are kept apart
+===========  =====================  ====================  =========================================
+sdpa         anything               bool ``[b, s, s]``    torch's SDPA (or the layer's own code)
+                                                          under a dense mask
+varlen       CPU; CUDA with         ``DocumentLayout``    CPU: one fused causal call per document;
+             torch >= 2.10                                CUDA: ``torch.nn.attention.varlen``
+flash_attn   CUDA, with the         ``DocumentLayout``    ``flash_attn_varlen_func``
+             flash-attn package
+flex         CUDA; CPU forward      ``BlockMask``         FlexAttention, blocks by arithmetic
+===========  =====================  ====================  =========================================
 
 Use in a recipe::
 
@@ -14,34 +19,48 @@ Use in a recipe::
     ...
     mask = attn.prepare(batch.pop("seq_lens"), tokens.shape[1])      # once per batch
     logits = model(tokens, input_pos=input_pos, mask=mask)           # all layers share it
+
+Nothing is decided at import or per layer, and never by what the machine has instead of where the
+model runs. What cannot be honoured is refused here, before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
 from typing import Any
 
 import torch
 from torch import nn
-from torchtune.models.gemma2._attention import Gemma2Attention
-from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
+from torch.nn.attention.flex_attention import BlockMask
 
-from torchtune_packing.attention_cpu import document_attention_cpu
-from torchtune_packing.attention_layers import Kernel, packed_class
+from torchtune_packing.attention_choice import (
+    BACKENDS,
+    OTHERWISE,
+    attention_layers,
+    kernels,
+    obstacle,
+    trial_failure,
+)
+from torchtune_packing.attention_kernels import (
+    WindowedBlockMasks,
+    allowed_pairs,
+    dense_attention,
+)
+from torchtune_packing.attention_layers import Kernel, pack_layer
 from torchtune_packing.layout import DocumentLayout
+from torchtune_packing.masks import block_causal_block_mask, block_causal_mask
 
 __all__ = ["BACKENDS", "InstalledAttention", "install_attention"]
 
-#: What ``backend`` may be.
-BACKENDS = ("auto", "sdpa", "flex", "varlen", "flash_attn")
+_log = logging.getLogger(__name__)
 
-_OTHERWISE = (
-    "use attention_backend=sdpa where that is possible, or train this model unpacked (packed=False)"
-)
+#: What "auto" tries, the fastest first.
+_PREFERENCE = {"cuda": ("flash_attn", "varlen", "flex", "sdpa")}
+_PREFERENCE_ELSEWHERE = ("varlen", "sdpa")
+
+_SWITCH = "set attention_backend=sdpa to leave the kernel out from the start"
 
 
-@dataclass
 class InstalledAttention:
     """The backend that a model was prepared for, and the maker of its masks.
 
@@ -51,16 +70,17 @@ class InstalledAttention:
         device: where the masks are made.
     """
 
-    backend: str
-    reason: str
-    device: torch.device
-    _layers: dict[str, nn.Module] = field(repr=False)
-    _num_slots: int = field(default=32, repr=False)
+    def __init__(self, layers: dict[str, nn.Module], device: torch.device) -> None:
+        self.backend = ""
+        self.reason = ""
+        self.device = device
+        self._layers: dict[str, Any] = dict(layers)
+        self._num_slots = 32
 
     def prepare(
         self, seq_lens: torch.Tensor, s: int, *, real_lengths: torch.Tensor | None = None
-    ) -> Any:
-        """Makes a batch's mask, once for all layers.
+    ) -> torch.Tensor | BlockMask | WindowedBlockMasks | DocumentLayout:
+        """Makes a batch's mask, once for all layers, without waiting for the device.
 
         Args:
             seq_lens: int32 ``[b, d]`` as the collate function returned it, on the CPU.
@@ -69,69 +89,110 @@ class InstalledAttention:
                 spends nothing on the padding tail and outputs zeros there.
 
         Returns:
-            What the model takes as ``mask=``: a bool tensor ``[b, s, s]`` or a DocumentLayout.
-        """
-        if self.backend == "sdpa":
-            from torchtune_packing.masks import block_causal_mask
+            What the model takes as ``mask=``: a bool tensor ``[b, s, s]``, a BlockMask (one per
+            sliding window for a model that has them), or a DocumentLayout.
 
-            return block_causal_mask(seq_lens.to(self.device, non_blocking=True), s)
-        # Slots grow in powers of two, so that compiled code meets a handful of shapes at most.
-        while self._num_slots < seq_lens.shape[1]:
-            self._num_slots *= 2
-        return DocumentLayout.from_seq_lens(
-            seq_lens, s, device=self.device, real_lengths=real_lengths, num_slots=self._num_slots
+        Raises:
+            ValueError: When the lengths are not those of a batch of s positions, or a dense mask
+                would be too large.
+        """
+        if self.backend in ("varlen", "flash_attn"):
+            # Slots grow in powers of two, so compiled code meets a handful of shapes at most.
+            while self._num_slots < seq_lens.shape[1]:
+                self._num_slots *= 2
+            return DocumentLayout.from_seq_lens(
+                seq_lens,
+                s,
+                device=self.device,
+                real_lengths=real_lengths,
+                num_slots=self._num_slots,
+            )
+        if self.device.type == "cuda" and seq_lens.device.type == "cpu":
+            seq_lens = seq_lens.pin_memory()
+        seq_lens = seq_lens.to(self.device, non_blocking=True)
+        if self.backend == "sdpa":
+            return block_causal_mask(seq_lens, s)
+        windows = {getattr(x, "sliding_window_size", None) for x in self._layers.values()}
+        if windows == {None}:
+            return block_causal_block_mask(seq_lens, s)
+        return WindowedBlockMasks(
+            {window: block_causal_block_mask(seq_lens, s, window=window) for window in windows}
         )
 
     def describe_layers(self) -> dict[str, str]:
-        """Which backend each attention layer was given: name of the layer -> backend."""
-        return {name: layer.packed_backend for name, layer in self._layers.items()}  # type: ignore[misc]
+        """Which backend each attention layer ran in its last forward, or will run in its first.
+
+        Returns:
+            Name of the layer -> backend.
+        """
+        return {name: x.packed_ran or x.packed_backend for name, x in self._layers.items()}
+
+    def __repr__(self) -> str:
+        """Shows the choice."""
+        return f"InstalledAttention({self.reason!r})"
+
+    def _install(self, backend: str, kernel: Kernel | None) -> None:
+        self.backend = backend
+        mask_types: tuple[type, ...] = ()
+        if backend == "flex":
+            mask_types = (BlockMask, WindowedBlockMasks)
+        elif backend != "sdpa":
+            mask_types = (DocumentLayout,)
+        guarded = None if kernel is None else _FirstCall(kernel, backend, self)
+        for layer in self._layers.values():
+            pack_layer(layer, backend, guarded, mask_types)
 
 
-def _cpu_varlen(
-    layer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
-) -> torch.Tensor:
-    return document_attention_cpu(q, k, v, mask.spans)
+class _FirstCall:
+    """A kernel whose first call in the real model may still fail, in which case sdpa takes over.
+
+    The trial at set-up has run it on a small batch; what is left is what only the real size shows.
+    Ranks cannot agree on anything in the middle of a forward, so there the failure is an error.
+    Compiled layers are traced without this guard.
+    """
+
+    def __init__(self, kernel: Kernel, backend: str, installed: InstalledAttention) -> None:
+        self.kernel = kernel
+        self.backend = backend
+        self.installed = installed
+        self.worked = False
+
+    def __call__(
+        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling() or self.worked:
+            return self.kernel(layer, q, k, v, mask)
+        try:
+            if self.installed.backend == self.backend:
+                out = self.kernel(layer, q, k, v, mask)
+                self.worked = True
+                return out
+        except Exception as error:
+            what = f"attention backend {self.backend} failed at its first call with head_dim "
+            what += f"{layer.head_dim} and s = {q.shape[1]} ({type(error).__name__}: {error})"
+            if _world_size() > 1:
+                raise RuntimeError(f"{what}; {_SWITCH}") from error
+            _log.warning("%s; sdpa takes over; %s", what, _SWITCH)
+            self.installed.backend = "sdpa"
+            self.installed.reason = f"attention backend sdpa: {what}"
+        layer.packed_ran = "sdpa"
+        return dense_attention(layer, q, k, v, allowed_pairs(mask, layer, q.device))
 
 
-def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All attention layers by name; raises ValueError for a model that cannot be understood."""
-    name = type(model).__name__
-    if not isinstance(model, TransformerDecoder):
-        raise ValueError(
-            f"{name} is not a torchtune TransformerDecoder, so its attention to packed documents "
-            f"cannot be vouched for; {_OTHERWISE}"
-        )
-    found: dict[str, nn.Module] = {}
-    for index, layer in enumerate(model.layers):
-        blocks = [
-            (path, m)
-            for path, m in layer.named_modules()
-            if type(m).forward is TransformerSelfAttentionLayer.forward
-        ]
-        if len(blocks) != 1:
-            raise ValueError(
-                f"layer {index} of {name} is a {type(layer).__name__}, which is not known to keep "
-                f"packed documents apart; {_OTHERWISE}"
-            )
-        path, block = blocks[0]
-        attn = block.attn
-        if packed_class(attn) is None or not attn.is_causal:
-            raise ValueError(
-                f"the attention of layer {index} of {name} is a {type(attn).__name__}, which is "
-                f"not known to keep packed documents apart; {_OTHERWISE}"
-            )
-        found[".".join(filter(None, ["layers", str(index), path, "attn"]))] = attn
-    return found
+def _world_size() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
-def _varlen_obstacle(layers: dict[str, nn.Module]) -> str | None:
-    """Why ``varlen`` cannot serve these layers, None when it can."""
-    for layer in layers.values():
-        if isinstance(layer, Gemma2Attention):
-            return "varlen cannot do Gemma 2's soft-capped, sliding-window attention"
-        if layer.attn_dropout:
-            return f"varlen cannot do attention dropout (attn_dropout={layer.attn_dropout})"
-    return None
+def _all_ranks_agree(fine: bool, device: torch.device) -> bool:
+    """True when it is fine on every rank; every rank must ask."""
+    if _world_size() == 1:
+        return fine
+    answer = torch.tensor(int(fine), device=device)
+    torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
+    return bool(answer.item())
 
 
 def install_attention(
@@ -140,12 +201,17 @@ def install_attention(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
+    forward_only: bool = False,
 ) -> InstalledAttention:
     """Prepares a torchtune model for packed batches and chooses how its attention runs.
 
     Every attention layer of the model changes its class (see
     :mod:`torchtune_packing.attention_layers`); weights and names stay. From then on a call without
-    a mask is an error, never plain causal attention across documents.
+    a mask is an error, never plain causal attention across documents. A bool mask is always
+    honoured, so that evaluation and generation go on working.
+
+    Each kernel is tried once on a small batch, and replaced by the next one with one warning when
+    it fails. In a distributed job all ranks must call this function, and all get the same backend.
 
     Args:
         model: a torchtune ``TransformerDecoder``, before or after activation checkpointing,
@@ -153,6 +219,8 @@ def install_attention(
         backend: one of :data:`BACKENDS`. "auto" takes the fastest that is exact for this model.
         device: where the model runs.
         dtype: what the model computes in.
+        forward_only: whether no gradients will be asked for, so that kernels without a backward
+            may serve.
 
     Returns:
         The backend, the reason for it, and ``prepare`` for each batch's mask.
@@ -162,37 +230,55 @@ def install_attention(
             documents apart under it.
     """
     if backend not in BACKENDS:
-        raise ValueError(
-            f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}"
-        )
+        raise ValueError(f"attention_backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     device = torch.device(device)
-    layers = _attention_layers(model)
-    obstacle = _varlen_obstacle(layers)
+    layers = attention_layers(model)
+    installed = InstalledAttention(layers, device)
+    candidates: tuple[str, ...] = (backend, "sdpa")
     if backend == "auto":
-        if obstacle is None and device.type == "cpu":
-            chosen, why = "varlen", "one fused causal call per document, exact on the CPU"
-        else:
-            chosen, why = "sdpa", obstacle or f"a dense mask works on {device.type}"
-    elif backend in ("sdpa", "varlen"):
-        if backend == "varlen" and obstacle is not None:
-            raise ValueError(f"attention_backend=varlen: {obstacle}; {_OTHERWISE}")
-        chosen, why = backend, "as asked for"
-    else:
-        raise ValueError(f"attention_backend={backend} is not available yet on {device.type}")
-    kernels: dict[str, tuple[Kernel | None, type]] = {
-        "sdpa": (None, torch.Tensor),
-        "varlen": (_cpu_varlen, DocumentLayout),
-    }
-    for layer in layers.values():
-        _install(layer, chosen, *kernels[chosen])
-    reason = f"attention backend {chosen} on {device.type} ({dtype}): {why}"
-    return InstalledAttention(chosen, reason, device, layers)
+        candidates = _PREFERENCE.get(device.type, _PREFERENCE_ELSEWHERE)
+    passed_over: list[str] = []
+    failures: list[str] = []
+    for candidate in candidates:
+        why_not = obstacle(candidate, layers, device=device, dtype=dtype, forward_only=forward_only)
+        if why_not is not None and backend != "auto":
+            name = type(next(iter(layers.values()))).__name__
+            raise ValueError(
+                f"attention_backend={backend} cannot serve this model's {name}: {why_not}; "
+                f"{OTHERWISE}"
+            )
+        if candidate != "sdpa" and not _all_ranks_agree(why_not is None, device):
+            passed_over.append(f"not {candidate}: {why_not or 'another rank cannot run it'}")
+            continue
+        kernel, tried = _first_that_works(installed, candidate, dtype, forward_only)
+        failures += tried
+        if kernel is not None or candidate == "sdpa":
+            installed._install(candidate, kernel)
+            break
+    asked = "chosen by auto" if backend == "auto" else f"attention_backend={backend}"
+    reason = f"attention backend {installed.backend} on {device} in {dtype} ({asked})"
+    installed.reason = "; ".join([reason, *passed_over, *failures])
+    if failures:
+        _log.warning("%s; %s", installed.reason, _SWITCH)
+    return installed
 
 
-def _install(layer: Any, backend: str, kernel: Callable[..., Any] | None, mask_type: type) -> None:
-    new_class = packed_class(layer)
-    assert new_class is not None
-    layer.__class__ = new_class
-    layer.packed_backend = backend
-    layer.packed_kernel = kernel
-    layer.packed_mask_type = mask_type
+def _first_that_works(
+    installed: InstalledAttention, backend: str, dtype: torch.dtype, forward_only: bool
+) -> tuple[Kernel | None, list[str]]:
+    """The first kernel of a backend that passes its trial on all ranks, and what failed before."""
+    installed.backend = backend
+    failures: list[str] = []
+    for kernel in kernels(backend, installed.device):
+        failure = trial_failure(
+            kernel,
+            installed._layers,
+            installed.prepare,
+            device=installed.device,
+            dtype=dtype,
+            forward_only=forward_only,
+        )
+        if _all_ranks_agree(failure is None, installed.device):
+            return kernel, failures
+        failures.append(f"{backend} was tried and {failure or 'it failed on another rank'}")
+    return None, failures

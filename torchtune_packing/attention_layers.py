@@ -13,50 +13,53 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import MultiHeadAttention
 
-__all__ = ["Kernel", "PackedAttention", "PackedGemma2Attention", "packed_class"]
+from torchtune_packing.rotary import rotate_q_and_k
+
+__all__ = [
+    "Kernel",
+    "PackedAttention",
+    "PackedGemma2Attention",
+    "PackedLayer",
+    "is_known_attention",
+    "pack_layer",
+]
 
 #: ``kernel(layer, q, k, v, mask)``: q ``[b, s, h, head_dim]``, k and v ``[b, s, kv heads,
 #: head_dim]``, output like q.
-Kernel = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+Kernel = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-class _Packed:
-    """What both classes share: which masks are taken, and what is said about the others."""
+class PackedLayer(nn.Module):
+    """What packing adds to an attention layer: a kernel for its own kind of mask, and refusals.
+
+    Attributes:
+        packed_backend: name of the backend that was installed.
+        packed_mask_types: classes of the masks that ``packed_kernel`` takes, besides bool tensors.
+        packed_kernel: what computes attention under such a mask; None when there is none.
+        packed_ran: what the last forward ran: the backend, or "sdpa" under a bool mask.
+    """
 
     packed_backend: str
-    packed_mask_type: type
+    packed_mask_types: tuple[type, ...]
     packed_kernel: Kernel | None
+    packed_ran: str | None
 
-    def _check(self, x: torch.Tensor, y: torch.Tensor | None, mask: Any) -> bool:
-        """True when the kernel of this backend is to run, False when torchtune's own code is."""
-        if mask is None:
-            if self.cache_enabled:  # type: ignore[attr-defined]
-                return False
-            raise ValueError(
-                "this model was prepared for packed batches and was called with mask=None, which "
-                "would let documents attend to each other; pass mask=attn.prepare(seq_lens, s) "
-                "with the batch's seq_lens (or a bool mask [b, s, s])"
-            )
-        if isinstance(mask, torch.Tensor):
-            return False
-        if self.packed_kernel is None or not isinstance(mask, self.packed_mask_type):
-            raise ValueError(
-                f"the attention backend is {self.packed_backend!r}, and it cannot take a mask of "
-                f"type {type(mask).__name__}; make the mask with attn.prepare(seq_lens, s)"
-            )
-        if y is not x or self.cache_enabled:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"a {type(mask).__name__} serves self-attention without a KV cache; pass a bool "
-                "mask [b, s, s] for anything else"
-            )
-        return True
-
-
-class PackedAttention(_Packed, MultiHeadAttention):
-    """torchtune's ``MultiHeadAttention`` for packed batches."""
+    # What torchtune's classes have, and this one reads.
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache_enabled: bool
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    output_proj: nn.Module
+    pos_embeddings: nn.Module | None
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def forward(
         self,
@@ -78,60 +81,115 @@ class PackedAttention(_Packed, MultiHeadAttention):
             float ``[b, s, embed_dim]``.
 
         Raises:
-            ValueError: When there is no mask and no KV cache, or the mask is of another backend.
+            ValueError: When there is no mask and no KV cache, or the mask is of another backend or
+                of another batch.
         """
-        if not self._check(x, y, mask):
-            out: torch.Tensor = super().forward(x, y, mask=mask, input_pos=input_pos)
-            return out
-        # The steps and their order are torchtune's. Heads stay in dimension 2 for the kernels;
-        # torchtune normalises over the last dimension of the transposed tensor, which is the same.
+        if not self._takes(x, y, mask):
+            self.packed_ran = "sdpa"
+            own: torch.Tensor = super().forward(x, y, mask=mask, input_pos=input_pos)
+            return own
+        # The steps and their order are torchtune's, with one difference that changes no value:
+        # heads stay in dimension 2, where the kernels want them.
         b, s, _ = x.shape
         q = self.q_proj(x).view(b, s, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(b, s, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).view(b, s, self.num_kv_heads, self.head_dim)
         if self.pos_embeddings is not None:
-            q = self.pos_embeddings(q, input_pos=input_pos)
-            k = self.pos_embeddings(k, input_pos=input_pos)
-        if self.q_norm is not None:
+            q, k = rotate_q_and_k(self.pos_embeddings, q, k, input_pos)
+        if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
             k = self.k_norm(k.transpose(1, 2)).transpose(1, 2)
         assert self.packed_kernel is not None
+        self.packed_ran = self.packed_backend
         attended = self.packed_kernel(self, q, k, v, mask)
         projected: torch.Tensor = self.output_proj(attended.reshape(b, s, -1))
         return projected
 
+    def _takes(self, x: torch.Tensor, y: torch.Tensor | None, mask: Any) -> bool:
+        """True when the installed kernel is to run, False when torchtune's own code is."""
+        if mask is None:
+            if self.cache_enabled:
+                return False
+            raise ValueError(
+                "this model was prepared for packed batches and was called with mask=None, which "
+                "would let documents attend to each other; pass mask=attn.prepare(seq_lens, s) "
+                "with the batch's seq_lens (or a bool mask [b, s, s])"
+            )
+        if isinstance(mask, torch.Tensor):
+            if self.training and mask.shape[0] != x.shape[0]:
+                raise ValueError(
+                    f"the mask has {mask.shape[0]} rows and the batch has {x.shape[0]}; make one "
+                    "mask per batch with attn.prepare(seq_lens, s)"
+                )
+            return False
+        if self.packed_kernel is None or not isinstance(mask, self.packed_mask_types):
+            raise ValueError(
+                f"the attention backend is {self.packed_backend!r}, and it cannot take a mask of "
+                f"type {type(mask).__name__}; make the mask with attn.prepare(seq_lens, s)"
+            )
+        if y is not x or self.cache_enabled:
+            raise ValueError(
+                f"a {type(mask).__name__} serves self-attention without a KV cache; pass a bool "
+                "mask [b, s, s] for anything else"
+            )
+        rows, positions = _batch_of(mask)
+        if rows != x.shape[0] or positions != x.shape[1]:
+            raise ValueError(
+                f"the mask is for {rows} rows of {positions} positions and the batch has "
+                f"{x.shape[0]} rows of {x.shape[1]}; make one mask per batch with "
+                "attn.prepare(seq_lens, s)"
+            )
+        return True
 
-class PackedGemma2Attention(_Packed, Gemma2Attention):
+
+def _batch_of(mask: Any) -> tuple[int, int]:
+    """Rows and positions that a layout or BlockMask was made for."""
+    if isinstance(mask, BlockMask):
+        return mask.kv_num_blocks.shape[0], mask.seq_lengths[0]
+    return mask.batch_size, mask.seq_len
+
+
+class PackedAttention(PackedLayer, MultiHeadAttention):
+    """torchtune's ``MultiHeadAttention`` for packed batches."""
+
+
+class PackedGemma2Attention(PackedLayer, Gemma2Attention):
     """torchtune's ``Gemma2Attention`` (soft cap, sliding window) for packed batches."""
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor | None = None,
-        *,
-        mask: Any = None,
-        input_pos: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention within each document; arguments as in :class:`PackedAttention`."""
-        self._check(x, y, mask)
-        out: torch.Tensor = super().forward(x, y, mask=mask, input_pos=input_pos)
-        return out
 
-
-_PACKED: dict[Any, Any] = {
+_PACKED: dict[type, type] = {
     MultiHeadAttention: PackedAttention,
     Gemma2Attention: PackedGemma2Attention,
 }
 
 
-def packed_class(layer: nn.Module) -> type[nn.Module] | None:
-    """The class of this module that serves an attention layer, None when it is of no known kind.
+def is_known_attention(layer: nn.Module) -> bool:
+    """Whether a layer runs an attention forward that this package knows.
 
-    A layer is known when it runs ``MultiHeadAttention.forward`` or ``Gemma2Attention.forward``
-    unchanged (or was prepared before): a subclass with its own forward may do anything.
+    A subclass that keeps ``MultiHeadAttention.forward`` or ``Gemma2Attention.forward`` is known.
+    One with a forward of its own may do anything with a mask, so it is not.
     """
-    for known, packed in _PACKED.items():
-        if type(layer).forward in (known.forward, packed.forward):
-            found: type[nn.Module] = packed
-            return found
-    return None
+    known: list[Any] = [MultiHeadAttention, Gemma2Attention, PackedLayer]
+    return type(layer).forward in [kind.forward for kind in known]
+
+
+def pack_layer(
+    layer: nn.Module, backend: str, kernel: Kernel | None, mask_types: tuple[type, ...]
+) -> None:
+    """Turns a known attention layer into its packed class, in place; again to change the backend.
+
+    Args:
+        layer: an attention layer for which :func:`is_known_attention` holds.
+        backend: name of the backend.
+        kernel: what computes attention under its masks; None when bool masks are all it takes.
+        mask_types: classes of those masks.
+    """
+    own = type(layer)
+    if not isinstance(layer, PackedLayer):
+        # Sharding, for one, makes subclasses of its own; they keep what they added.
+        layer.__class__ = _PACKED.get(own) or type(f"Packed{own.__name__}", (PackedLayer, own), {})
+    packed: Any = layer
+    packed.packed_backend = backend
+    packed.packed_kernel = kernel
+    packed.packed_mask_types = mask_types
+    packed.packed_ran = None

@@ -37,9 +37,7 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (turns,) = ctx.saved_tensors
-        # torchtune's input passes through float32 and its table may be float64; so does this.
-        turned = _turn(grad.to(turns.real.dtype), turns.conj())
-        return turned.float().to(ctx.dtype), None
+        return _turn(grad.float(), turns.conj()).to(ctx.dtype), None
 
 
 def rotate_q_and_k(
@@ -64,15 +62,14 @@ def rotate_q_and_k(
         q and k, rotated.
     """
     cache = getattr(pos_embeddings, "cache", None)
-    fast = (
-        not torch.compiler.is_compiling()
-        and q.device.type == "cpu"
-        and type(pos_embeddings).forward in _PAIRWISE
-        and cache is not None
-        and cache.dtype in (torch.float32, torch.float64)
-    )
-    if not fast:
+    if (
+        torch.compiler.is_compiling()
+        or q.device.type != "cpu"
+        or type(pos_embeddings).forward not in _PAIRWISE
+        or cache is None
+        or cache.dtype != torch.float32
+    ):
         return pos_embeddings(q, input_pos=input_pos), pos_embeddings(k, input_pos=input_pos)
     chosen = cache[: q.shape[1]] if input_pos is None else cache[input_pos]
     turns = torch.view_as_complex(chosen.view(-1, q.shape[1], 1, chosen.shape[-2], 2))
-    return _Turn.apply(q, turns), _Turn.apply(k, turns)  # type: ignore[no-untyped-call]
+    return _Turn.apply(q, turns), _Turn.apply(k, turns)

@@ -26,11 +26,15 @@ from torchtune_packing.store.ingest import encode_samples
 from torchtune_packing.store.token_store import TokenStore
 
 __all__ = [
+    "build_lock",
     "check_against",
     "check_cache_arguments",
+    "check_shift",
     "open_or_build",
     "remove_store",
     "store_folders",
+    "store_meta",
+    "try_open",
 ]
 
 logger = logging.getLogger(__name__)
@@ -88,45 +92,49 @@ def open_or_build(
     """
     check_cache_arguments(cache_dir, cache_key)
     folder = Path(cache_dir) / cache_key
-    store, _ = _try_open(folder)
+    store, _ = try_open(folder)
     if store is None:
-        with _build_lock(folder):
-            store, problem = _try_open(folder)
+        with build_lock(folder):
+            store, problem = try_open(folder)
             if store is None:
                 if problem is not None:
                     logger.warning("A damaged token store is built again: %s.", problem)
                 for leftover in partial_folders(folder.parent, folder.name):
                     shutil.rmtree(leftover, ignore_errors=True)
-                meta = {
-                    "key": cache_key,
-                    "fingerprint": dict(fingerprint or {}),
-                    "versions": _versions(),
-                }
                 store = TokenStore.build(
                     folder,
                     load(),
                     num_workers=num_workers,
                     labels_are_shifted=labels_are_shifted,
                     progress=progress,
-                    meta=meta,
+                    meta=store_meta(cache_key, fingerprint),
                 )
-    if store.meta.get("labels_are_shifted") != labels_are_shifted:
-        raise ValueError(
-            f"the store {folder} was built with labels_are_shifted="
-            f"{store.meta.get('labels_are_shifted')}, now it is {labels_are_shifted}; use another "
-            "cache_key"
-        )
-    return store
+    return check_shift(store, labels_are_shifted)
 
 
-def _try_open(folder: Path) -> tuple[TokenStore | None, str | None]:
-    """The store, or what is wrong with it; neither when there is nothing of that name."""
+def try_open(folder: Path) -> tuple[TokenStore | None, str | None]:
+    """Returns the store, or what is wrong with it; neither when there is nothing of that name."""
     if not folder.exists():
         return None, None
     try:
         return TokenStore.open(folder), None
     except StoreError as error:
         return None, str(error)
+
+
+def check_shift(store: TokenStore, labels_are_shifted: bool) -> TokenStore:
+    """Returns the store if its labels were read the way that they are meant now.
+
+    Raises:
+        ValueError: it was built with another value of ``labels_are_shifted``.
+    """
+    built_with = store.meta.get("labels_are_shifted")
+    if built_with != labels_are_shifted:
+        raise ValueError(
+            f"the store {store.path} was built with labels_are_shifted={built_with}, now it is "
+            f"{labels_are_shifted}; use another cache_key"
+        )
+    return store
 
 
 def check_against(store: TokenStore, ds: Any) -> None:
@@ -161,21 +169,36 @@ def check_against(store: TokenStore, ds: Any) -> None:
 
 
 @contextmanager
-def _build_lock(folder: Path) -> Iterator[None]:
+def build_lock(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds the lock that a process needs to build a store.
+
+    Args:
+        folder: the store.
+        wait: False gives up at once when another process holds the lock.
+
+    Yields:
+        Whether the lock is held; always True with ``wait``.
+
+    Raises:
+        OSError: the lock file cannot be made.
+    """
     from filelock import FileLock, Timeout
 
     # Lock files stay: removing one while another process waits on it would let two build.
     lock_file = folder.parent / ".locks" / f"{folder.name}.lock"
+    start = time.monotonic()
+    patience = 1.0 if wait else 0.0
+    is_held = False
     try:
         lock_file.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(lock_file)
-        start = time.monotonic()
-        patience = 1.0
-        while True:
+        while not is_held:
             try:
                 lock.acquire(timeout=patience, poll_interval=0.1)
-                break
+                is_held = True
             except Timeout:
+                if not wait:
+                    break
                 logger.log(
                     logging.INFO if patience < 60 else logging.WARNING,
                     "Waiting since %.0f s for another process that builds %s (it holds %s).",
@@ -191,19 +214,21 @@ def _build_lock(folder: Path) -> Iterator[None]:
             f"{error.strerror or error}. Let cache_dir name a folder that can be written",
         ) from error
     try:
-        yield
+        yield is_held
     finally:
-        lock.release()
+        if is_held:
+            lock.release()
 
 
-def _versions() -> dict[str, str]:
-    found = {"torchtune_packing": torchtune_packing.__version__}
+def store_meta(cache_key: str, fingerprint: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Entries of ``meta.json`` that tell a reader what a store is."""
+    versions = {"torchtune_packing": torchtune_packing.__version__}
     for name in _NOTED:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return {"key": cache_key, "fingerprint": dict(fingerprint or {}), "versions": versions}
 
 
 def store_folders(cache_dir: str | Path) -> list[Path]:
@@ -228,6 +253,6 @@ def remove_store(folder: str | Path) -> None:
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} is not a token store (it has no meta.json); nothing is removed")
     # Without its name first, so that a removal cut short leaves nothing that looks like a store.
-    aside = folder.parent / f".tmp-{folder.name}-removed-{uuid.uuid4().hex[:8]}"
+    aside = folder.parent / f".tmp-{folder.name}~removed-{uuid.uuid4().hex[:8]}"
     folder.rename(aside)
     shutil.rmtree(aside)

@@ -123,8 +123,9 @@ def write_store(
     Raises:
         OSError: the disk is full or cannot be written; nothing is left behind.
     """
-    aside = folder.parent / f".tmp-{folder.name}-{socket.gethostname()}-{os.getpid()}"
-    aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
+    # The tilde cannot be part of a key, so no build takes another's folder for its own leftover.
+    who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    aside = folder.parent / f".tmp-{folder.name}~{who}"
     try:
         try:
             aside.mkdir(parents=True)
@@ -222,7 +223,7 @@ def _existing(folder: Path) -> Path:
 
 def partial_folders(cache_dir: Path, name: str = "") -> Iterator[Path]:
     """Folders that killed builds left behind, of one store or of all."""
-    prefix = f".tmp-{name}-" if name else ".tmp-"
+    prefix = f".tmp-{name}~" if name else ".tmp-"
     if cache_dir.is_dir():
         yield from sorted(entry for entry in cache_dir.iterdir() if entry.name.startswith(prefix))
 

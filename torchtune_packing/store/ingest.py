@@ -85,18 +85,21 @@ def encode_samples(
     return finish_chunk(tokens, labels, seq_lens, labels_are_shifted), index
 
 
-def finish_chunk(tokens: Any, labels: Any, seq_lens: Any, labels_are_shifted: bool) -> Chunk:
+def finish_chunk(
+    tokens: array[int] | np.ndarray,
+    labels: array[int] | np.ndarray,
+    seq_lens: array[int] | np.ndarray,
+    labels_are_shifted: bool,
+) -> Chunk:
     """Turns int32 buffers into a chunk: unshifts labels, counts what is trained.
 
     Args:
-        tokens: int32 buffer ``[t]``.
-        labels: int32 buffer ``[t]``.
-        seq_lens: int32 buffer, one length per sample, zeros allowed.
+        tokens: int32 ``[t]``.
+        labels: int32 ``[t]``.
+        seq_lens: int32, one length per sample, zeros allowed.
         labels_are_shifted: ``labels[t]`` is the target of position t rather than its own label.
     """
-    tokens = np.frombuffer(tokens, dtype=np.int32)
-    labels = np.frombuffer(labels, dtype=np.int32)
-    lengths = np.frombuffer(seq_lens, dtype=np.int32)
+    tokens, labels, lengths = (_as_array(values) for values in (tokens, labels, seq_lens))
     full = np.flatnonzero(lengths)
     ends = np.cumsum(lengths[full], dtype=np.int64)
     starts = ends - lengths[full]
@@ -116,29 +119,57 @@ def finish_chunk(tokens: Any, labels: Any, seq_lens: Any, labels_are_shifted: bo
     return Chunk(tokens, labels, lengths, trained, num_labels, num_lost)
 
 
+def _as_array(values: array[int] | np.ndarray) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else np.frombuffer(values, dtype=np.int32)
+
+
 def iterate_chunks(
-    ds: Any, *, num_workers: int = 0, labels_are_shifted: bool = False
+    ds: Any,
+    *,
+    num_workers: int = 0,
+    labels_are_shifted: bool = False,
+    begin: int = 0,
+    end: int | None = None,
 ) -> Iterator[Chunk]:
-    """Yields the chunks of a data set in order.
+    """Yields the chunks of samples ``begin`` up to ``end`` of a data set, in order.
 
     Args:
-        ds: map-style data set, or any iterable of samples (then read in this process).
+        ds: map-style data set, columns of tokens, or any iterable of samples (which is read
+            in this process, and whole).
         num_workers: worker processes that read and encode samples; 0 reads in this process.
         labels_are_shifted: see :func:`encode_samples`.
+        begin: first sample.
+        end: one past the last sample; None is the end of the data set.
+
+    Raises:
+        ValueError: a sample does not meet the contract; the message names it.
+        SampleReadError: the data set raised.
     """
     if not hasattr(ds, "__getitem__") or not hasattr(ds, "__len__"):
         yield from _iterate_iterable(ds, labels_are_shifted)
         return
-    if num_workers > 0 and len(ds) > 1:
+    end = len(ds) if end is None else end
+    columns = _columns_of(ds)
+    if columns is not None:
+        yield from columns.chunks(labels_are_shifted=labels_are_shifted, begin=begin, end=end)
+    elif num_workers > 0 and end - begin > 1:
         from torchtune_packing.store.workers import iterate_chunks_in_workers
 
-        yield from iterate_chunks_in_workers(ds, num_workers, labels_are_shifted)
-        return
-    begin, size = 0, len(ds)
-    while begin < size:
-        end = min(size, begin + _MAX_CHUNK_SAMPLES)
-        chunk, begin = encode_samples(ds, begin, end, labels_are_shifted)
-        yield chunk
+        yield from iterate_chunks_in_workers(ds, num_workers, labels_are_shifted, begin, end)
+    else:
+        while begin < end:
+            stop = min(end, begin + _MAX_CHUNK_SAMPLES)
+            chunk, begin = encode_samples(ds, begin, stop, labels_are_shifted)
+            yield chunk
+
+
+def _columns_of(ds: Any) -> Any:
+    """Only objects that may hold columns cost the import of the reader."""
+    if type(ds).__module__ not in ("datasets.arrow_dataset", "torchtune_packing.store.columns"):
+        return None
+    from torchtune_packing.store.columns import token_columns_of
+
+    return token_columns_of(ds)
 
 
 def _iterate_iterable(ds: Any, labels_are_shifted: bool) -> Iterator[Chunk]:

@@ -46,18 +46,19 @@ class _Failure:
 class _Ranges(torch.utils.data.Dataset[Any]):
     """A data set cut into ranges of samples; item i is the list of chunks of range i."""
 
-    def __init__(self, ds: Any, size: int, labels_are_shifted: bool) -> None:
+    def __init__(self, ds: Any, begin: int, end: int, size: int, labels_are_shifted: bool) -> None:
         self.ds = ds
+        self.begin = begin
+        self.end = end
         self.size = size
-        self.num_samples = len(ds)
         self.labels_are_shifted = labels_are_shifted
 
     def __len__(self) -> int:
-        return -(-self.num_samples // self.size)
+        return -(-(self.end - self.begin) // self.size)
 
     def __getitem__(self, index: int) -> list[Chunk] | _Failure:
-        begin = index * self.size
-        end = min(self.num_samples, begin + self.size)
+        begin = self.begin + index * self.size
+        end = min(self.end, begin + self.size)
         chunks = []
         try:
             while begin < end:
@@ -85,14 +86,16 @@ def _quiet_tokenizers() -> Iterator[None]:
 
 
 def iterate_chunks_in_workers(
-    ds: Any, num_workers: int, labels_are_shifted: bool = False
+    ds: Any, num_workers: int, labels_are_shifted: bool, begin: int, end: int
 ) -> Iterator[Chunk]:
-    """Yields the chunks of a map-style data set in order, made by worker processes.
+    """Yields the chunks of a part of a map-style data set in order, made by worker processes.
 
     Args:
         ds: map-style data set with a length.
         num_workers: processes, at least 1.
         labels_are_shifted: see :func:`~torchtune_packing.store.ingest.encode_samples`.
+        begin: first sample.
+        end: one past the last sample.
 
     Raises:
         ValueError: a sample does not meet the contract, or the data set cannot be sent to workers.
@@ -100,9 +103,9 @@ def iterate_chunks_in_workers(
         RuntimeError: a worker died.
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods()
-    size = max(1, min(_MAX_RANGE, len(ds) // (num_workers * _RANGES_PER_WORKER)))
+    size = max(1, min(_MAX_RANGE, (end - begin) // (num_workers * _RANGES_PER_WORKER)))
     loader = torch.utils.data.DataLoader(
-        _Ranges(ds, size, labels_are_shifted),
+        _Ranges(ds, begin, end, size, labels_are_shifted),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=num_workers,

@@ -202,7 +202,8 @@ def block_causal_block_mask(
     n = -(-s // size)
     block = torch.arange(n, dtype=torch.int32, device=device)
     first = block * size
-    last = (first + size).clamp(max=s) - 1
+    # The last one may lie past s, where every document ends at s.
+    last = first + (size - 1)
 
     ends = _document_ends(seq_lens)
     edges = _find_documents(ends, torch.cat([first, last]))

@@ -110,6 +110,14 @@ def test_best_fit_split_cuts_overlong_documents_only() -> None:
     assert (plan.num_split, plan.num_cuts, len(plan)) == (1, 2, 4)
 
 
+def test_best_fit_gives_indices_of_the_lengths_given_when_some_are_skipped_and_some_cut() -> None:
+    # Two pieces, and the last index is 1: easily mistaken for two whole documents.
+    plan = plan_packs([0, 18], max_seq_len=10, overlong="split")
+    assert sorted(spans(plan)) == [[(1, 0, 10)], [(1, 10, 8)]]
+    plan = plan_packs([0, 3, 0, 3], max_seq_len=3)
+    assert sorted(spans(plan)) == [[(1, 0, 3)], [(3, 0, 3)]]
+
+
 def test_split_across_pack_honours_drop_and_truncate_but_needs_no_policy() -> None:
     for strategy in ("best_fit", "sequential"):
         common = {"strategy": strategy, "split_across_pack": True}

@@ -78,8 +78,9 @@ def test_B18_fewer_packs_than_a_step_needs() -> None:
         needed = batch_size * accumulation * world_size
         with pytest.raises(
             ValueError,
-            match=rf"has 3 packs, but one optimizer step needs {needed} \(batch_size {batch_size} x "
-            rf"gradient_accumulation_steps {accumulation} x world_size {world_size}\)",
+            match=rf"has 3 packs, but one optimizer step needs {needed} "
+            rf"\(batch_size {batch_size} x gradient_accumulation_steps {accumulation} "
+            rf"x world_size {world_size}\)",
         ):
             StepSampler(
                 3,

@@ -30,13 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchtune_packing.best_fit import best_fit_bins
-from torchtune_packing.random_order import (
-    checked_count,
-    random_bits,
-    random_order,
-    sort_in_groups,
-)
+from torchtune_packing.random_order import checked_count
+from torchtune_packing.strategies import Spans, best_fit, end_to_end, next_fit
 
 __all__ = ["OVERLONG_POLICIES", "STRATEGIES", "PackPlan", "plan_packs"]
 
@@ -44,9 +39,6 @@ STRATEGIES = ("best_fit", "sequential")
 OVERLONG_POLICIES = ("error", "drop", "truncate", "split")
 
 _Ints = npt.NDArray[np.int64]
-
-# What random bits are used for; the sampler has a number of its own.
-_NEIGHBOURS, _PACK_ORDER, _ORDER_IN_PACK = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,117 +195,80 @@ def plan_packs(
     seed = checked_count("seed", seed, "set it to the same number on every rank")
     epoch = checked_count("epoch", epoch, "epochs count from 0")
 
+    documents, sizes, counts = _usable(sizes)
+    cut_at_pack_ends = split_across_pack or (strategy, overlong) == ("sequential", "split")
+    if sizes.max() > limit and not (cut_at_pack_ends and overlong == "error"):
+        documents, sizes, more = _apply_policy(documents, sizes, limit, overlong)
+        counts |= more
+
+    if cut_at_pack_ends:
+        spans, pack_offsets = end_to_end(documents, sizes, limit)
+    elif strategy == "sequential":
+        spans, pack_offsets = next_fit(documents, sizes, limit)
+    else:
+        spans, pack_offsets = best_fit(documents, sizes, limit, seed=seed, epoch=epoch)
+
+    if max_packs is not None and max_packs < len(pack_offsets) - 1:
+        pack_offsets = pack_offsets[: max_packs + 1]
+        spans = Spans(*(array[: pack_offsets[-1]].copy() for array in spans))
+        counts["num_unused"] = len(documents) - int(np.count_nonzero(np.bincount(spans.documents)))
+        counts["num_unused_tokens"] = int(sizes.sum() - spans.lengths.sum())
+    counts["num_cuts"] = int(np.count_nonzero(spans.starts))
+    if counts["num_cuts"]:
+        counts["num_split"] = int(np.count_nonzero(np.bincount(spans.documents) > 1))
+
+    for array in (*spans, pack_offsets):
+        array.setflags(write=False)
+    return PackPlan(
+        spans.documents,
+        spans.starts,
+        spans.lengths,
+        pack_offsets,
+        max_seq_len=limit,
+        strategy=strategy,
+        **counts,
+    )
+
+
+def _usable(sizes: _Ints) -> tuple[_Ints, _Ints, dict[str, int]]:
+    """Indices and sizes of the documents that hold a token, and how many do and do not."""
     documents = np.flatnonzero(sizes)
     if not len(documents):
         raise ValueError(
             f"no non-empty samples: {len(sizes):,} lengths were given and none is above 0; check "
             "the data source and its filters"
         )
-    cut_at_pack_ends = split_across_pack or (strategy, overlong) == ("sequential", "split")
     counts = {"num_documents": len(documents), "num_empty": len(sizes) - len(documents)}
-    sizes = sizes[documents]
+    return documents, sizes[documents] if counts["num_empty"] else sizes, counts
+
+
+def _apply_policy(
+    documents: _Ints, sizes: _Ints, limit: int, overlong: str
+) -> tuple[_Ints, _Ints, dict[str, int]]:
+    """What the policy leaves of the documents, some of which are too long, and what it took."""
     is_overlong = sizes > limit
+    number = int(np.count_nonzero(is_overlong))
+    if overlong == "error":
+        first = int(is_overlong.argmax())
+        raise ValueError(
+            f"sample {documents[first]} is too long for a pack ({sizes[first]} > {limit} tokens), "
+            f"one of {number:,} overlong among {len(sizes):,} samples; raise max_seq_len, or set "
+            "overlong to 'drop', 'truncate' or 'split'"
+        )
     if overlong == "drop":
-        counts["num_dropped"] = int(is_overlong.sum())
-        counts["num_dropped_tokens"] = int(sizes[is_overlong].sum())
-        documents, sizes = documents[~is_overlong], sizes[~is_overlong]
-        if not len(documents):
+        if number == len(sizes):
             raise ValueError(
-                f"no non-empty samples are left: all {len(is_overlong):,} are longer than "
+                f"no non-empty samples are left: all {number:,} are longer than "
                 f"max_seq_len={limit} and overlong='drop'; raise max_seq_len, or set overlong to "
                 "'truncate' or 'split'"
             )
-    elif overlong == "truncate":
-        counts["num_truncated"] = int(is_overlong.sum())
-        counts["num_truncated_tokens"] = int((sizes[is_overlong] - limit).sum())
-        sizes = np.minimum(sizes, limit)
-    elif overlong == "error" and not cut_at_pack_ends and is_overlong.any():
-        first, number = int(is_overlong.argmax()), int(is_overlong.sum())
-        raise ValueError(
-            f"sample {documents[first]} is too long for a pack ({sizes[first]} > {limit} tokens), "
-            f"one of {number:,} overlong among {len(is_overlong):,} samples; raise max_seq_len, or "
-            "set overlong to 'drop', 'truncate' or 'split'"
-        )
-
-    if cut_at_pack_ends:
-        owners, starts, pieces, pack_offsets = _end_to_end(sizes, limit)
-    elif strategy == "sequential":
-        owners, starts, pieces = np.arange(len(sizes)), np.zeros(len(sizes), np.int64), sizes
-        pack_offsets = _next_fit(sizes, limit)
-    else:
-        owners, starts, pieces = _cut_overlong(sizes, limit)
-        order, pack_offsets = _best_fit(pieces, limit, seed, epoch)
-        owners, starts, pieces = owners[order], starts[order], pieces[order]
-
-    if max_packs is not None and max_packs < len(pack_offsets) - 1:
-        pack_offsets = pack_offsets[: max_packs + 1]
-        kept = slice(pack_offsets[-1])
-        owners, starts, pieces = owners[kept], starts[kept], pieces[kept]
-        counts["num_unused"] = len(sizes) - int(np.count_nonzero(np.bincount(owners)))
-        counts["num_unused_tokens"] = int(sizes.sum() - pieces.sum())
-    counts["num_cuts"] = int(np.count_nonzero(starts))
-    if counts["num_cuts"]:
-        counts["num_split"] = int(np.count_nonzero(np.bincount(owners) > 1))
-
-    documents = documents[owners]
-    for array in (documents, starts, pieces, pack_offsets):
-        array.setflags(write=False)
-    return PackPlan(
-        documents, starts, pieces, pack_offsets, max_seq_len=limit, strategy=strategy, **counts
-    )
-
-
-def _end_to_end(sizes: _Ints, limit: int) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-    """Cuts documents laid end to end where a pack ends: owners, starts, pieces, pack offsets."""
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
-    first_pack = begins // limit
-    num_pieces = (ends - 1) // limit - first_pack + 1
-    owners = np.repeat(np.arange(len(sizes)), num_pieces)
-    piece = np.arange(len(owners)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    pack = first_pack[owners] + piece
-    piece_begins = np.maximum(begins[owners], pack * limit)
-    piece_ends = np.minimum(ends[owners], (pack + 1) * limit)
-    pack_offsets = np.searchsorted(pack, np.arange(pack[-1] + 2))
-    return owners, piece_begins - begins[owners], piece_ends - piece_begins, pack_offsets
-
-
-def _next_fit(sizes: _Ints, limit: int) -> _Ints:
-    """Offsets of packs that are filled in data order, each until the next document is too long."""
-    ends = np.cumsum(sizes)
-    # For each document, the first one that no longer fits into a pack that begins with it.
-    following = np.searchsorted(ends, ends - sizes + limit, side="right")
-    offsets = [0]
-    while offsets[-1] < len(sizes):
-        offsets.append(following.item(offsets[-1]))
-    return np.array(offsets)
-
-
-def _cut_overlong(sizes: _Ints, limit: int) -> tuple[_Ints, _Ints, _Ints]:
-    """Cuts overlong documents into pieces of ``limit`` and a rest: owners, starts, pieces."""
-    num_pieces = -(-sizes // limit)
-    if num_pieces.max() == 1:
-        return np.arange(len(sizes)), np.zeros(len(sizes), np.int64), sizes
-    owners = np.repeat(np.arange(len(sizes)), num_pieces)
-    piece = np.arange(len(owners)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    starts = piece * limit
-    return owners, starts, np.minimum(sizes[owners] - starts, limit)
-
-
-def _best_fit(sizes: _Ints, limit: int, seed: int, epoch: int) -> tuple[_Ints, _Ints]:
-    """Order of the documents, pack by pack, and the pack offsets."""
-    n, draw = len(sizes), {"seed": seed, "epoch": epoch}
-    longest = int(sizes.max())
-    # Longest first, and those of equal length in an order that is new in every epoch.
-    below, order = sort_in_groups(
-        longest - sizes, np.arange(n), random_bits(n, stream=_NEIGHBOURS, **draw)
-    )
-    firsts = np.flatnonzero(np.diff(below, prepend=-1))
-    counts = np.diff(firsts, append=n)
-    bins, num_packs = best_fit_bins((longest - below[firsts]).tolist(), counts.tolist(), limit)
-    packs = random_order(num_packs, stream=_PACK_ORDER, **draw)[bins]
-    packs, order = sort_in_groups(packs, order, random_bits(n, stream=_ORDER_IN_PACK, **draw))
-    return order, np.searchsorted(packs, np.arange(num_packs + 1))
+        counts = {"num_dropped": number, "num_dropped_tokens": int(sizes[is_overlong].sum())}
+        return documents[~is_overlong], sizes[~is_overlong], counts
+    if overlong == "truncate":
+        lost = int((sizes[is_overlong] - limit).sum())
+        counts = {"num_truncated": number, "num_truncated_tokens": lost}
+        return documents, np.minimum(sizes, limit), counts
+    return documents, sizes, {}
 
 
 def _checked_lengths(lengths: Any) -> _Ints:

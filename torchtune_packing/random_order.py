@@ -14,14 +14,24 @@ Cost: one sort of n integers, about 0.05 s for 2 million.
 from __future__ import annotations
 
 import operator
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["checked_count", "random_bits", "random_order", "sort_in_groups"]
+__all__ = ["Stream", "checked_count", "random_bits", "random_order", "sort_in_groups"]
 
 _KEY_BITS = 64
+
+
+class Stream(IntEnum):
+    """What random bits are drawn for; each use has a stream of its own under one seed and epoch."""
+
+    NEIGHBOURS = 1
+    PACK_ORDER = 2
+    ORDER_IN_PACK = 3
+    EPOCH_ORDER = 4
 
 
 def checked_count(name: str, value: Any, remedy: str) -> int:
@@ -40,16 +50,16 @@ def checked_count(name: str, value: Any, remedy: str) -> int:
     return operator.index(value)
 
 
-def random_bits(n: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.uint64]:
+def random_bits(n: int, *, seed: int, epoch: int, stream: Stream) -> npt.NDArray[np.uint64]:
     """Draws n random 64-bit words, uint64 ``[n]``.
 
     Args:
         n: number of words.
         seed: seed of the run.
         epoch: number of the epoch.
-        stream: tells apart the uses that a seed and an epoch are put to.
+        stream: what the bits are for.
     """
-    sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
+    sequence = np.random.SeedSequence(seed, spawn_key=(int(stream), epoch))
     return np.random.PCG64(sequence).random_raw(n)
 
 
@@ -79,28 +89,29 @@ def sort_in_groups(
             f"{item_bits} bits, but a sorting key has {_KEY_BITS}; cut the data into parts"
         )
     keys = bits
+    group_shift = np.uint64(_KEY_BITS - group_bits)
     if group_bits:
-        group_shift = np.uint64(_KEY_BITS - group_bits)
         keys >>= np.uint64(group_bits)
-        keys |= groups.astype(np.uint64) << group_shift
+        keys |= groups.view(np.uint64) << group_shift
     item_mask = np.uint64((1 << item_bits) - 1)
     keys &= ~item_mask
-    keys |= items.astype(np.uint64)
+    keys |= items.view(np.uint64)
     keys.sort()
-    in_order = (keys & item_mask).astype(np.int64)
+    in_order = (keys & item_mask).view(np.int64)
     if not group_bits:
         return np.zeros_like(in_order), in_order
-    return (keys >> group_shift).astype(np.int64), in_order
+    keys >>= group_shift
+    return keys.view(np.int64), in_order
 
 
-def random_order(n: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.int64]:
+def random_order(n: int, *, seed: int, epoch: int, stream: Stream) -> npt.NDArray[np.int64]:
     """Puts the numbers from 0 to n - 1 into random order, int64 ``[n]``.
 
     Args:
         n: how many numbers.
         seed: seed of the run.
         epoch: number of the epoch.
-        stream: tells apart the uses that a seed and an epoch are put to.
+        stream: what the order is for.
     """
     bits = random_bits(n, seed=seed, epoch=epoch, stream=stream)
     return sort_in_groups(np.zeros(n, np.int64), np.arange(n), bits)[1]

@@ -27,12 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from torchtune_packing.random_order import checked_count, random_order
+from torchtune_packing.random_order import Stream, checked_count, random_order
 
 __all__ = ["StepSampler", "balanced_shares", "epoch_order"]
-
-# What random bits are used for; the plan has numbers of its own.
-_EPOCH_ORDER = 4
 
 
 def epoch_order(
@@ -48,7 +45,7 @@ def epoch_order(
     """
     if not shuffle:
         return np.arange(num_packs)
-    return random_order(num_packs, seed=seed, epoch=epoch, stream=_EPOCH_ORDER)
+    return random_order(num_packs, seed=seed, epoch=epoch, stream=Stream.EPOCH_ORDER)
 
 
 def balanced_shares(

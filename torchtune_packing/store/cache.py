@@ -114,8 +114,13 @@ def open_or_build(
 
 def try_open(folder: Path) -> tuple[TokenStore | None, str | None]:
     """Returns the store, or what is wrong with it; neither when there is nothing of that name."""
-    if not folder.exists():
-        return None, None
+    try:
+        if not folder.exists():
+            return None, None
+    except PermissionError as error:
+        raise PermissionError(
+            error.errno, f"the token store {folder} cannot be looked at: {error.strerror}"
+        ) from error
     try:
         return TokenStore.open(folder), None
     except StoreError as error:

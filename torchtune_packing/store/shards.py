@@ -132,20 +132,19 @@ class _Work:
 
     def is_finished(self, shard: int) -> bool:
         """Looks once; a shard that was whole is not looked at again until it is joined."""
-        if shard not in self.finished:
-            store, problem = try_open(self.path(shard))
-            if problem is not None:
-                logger.warning("A damaged shard is built again: %s.", problem)
-            if store is not None:
-                self.finished.add(shard)
+        if shard not in self.finished and try_open(self.path(shard))[0] is not None:
+            self.finished.add(shard)
         return shard in self.finished
 
     def is_joined(self) -> bool:
         """True once the whole store is there."""
         return self.folder.exists() and try_open(self.folder)[0] is not None
 
-    def build(self, shard: int) -> None:
+    def build(self, shard: int, problem: str | None = None) -> None:
         begin, end = self.bounds(shard)
+        problem = problem or try_open(self.path(shard))[1]
+        if problem is not None:
+            logger.warning("A damaged shard is built again: %s.", problem)
         for leftover in partial_folders(self.root, self.path(shard).name):
             shutil.rmtree(leftover, ignore_errors=True)
         chunks = iterate_chunks(
@@ -213,8 +212,7 @@ def _shards_in_order(work: _Work) -> Iterator[Chunk]:
             store = TokenStore.open(work.path(shard))
             store.verify()
         except StoreError as error:
-            logger.warning("A damaged shard is built again: %s.", error)
-            work.build(shard)
+            work.build(shard, str(error))
             store = TokenStore.open(work.path(shard))
         counts = store.accounting
         is_full = np.ones(counts.num_samples, dtype=bool)

@@ -19,6 +19,7 @@ from torchtune.data import Message, PromptTemplate
 from tests.helpers import D
 from torchtune_packing import PackedDataset
 from torchtune_packing.datasets import packed_dataset
+from torchtune_packing.datasets.packed import build_store
 from torchtune_packing.datasets.source_key import source_key
 from torchtune_packing.datasets.sources import source_nodes
 from torchtune_packing.store import SampleReadError, TokenStore
@@ -488,3 +489,37 @@ def test_batches_of_a_stored_data_set_are_the_same_from_workers(tmp_path: Path) 
     loader = torch.utils.data.DataLoader(ds, batch_size=None, num_workers=2)
     for mine, theirs in zip(ds, loader, strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_a_store_built_ahead_is_what_the_data_set_opens(tmp_path: Path) -> None:
+    BUILT.clear()
+    node = OmegaConf.create(
+        {
+            "_component_": "torchtune_packing.datasets.packed_dataset",
+            "source": {"_component_": f"{__name__}.counted_dataset"},
+            "max_seq_len": 8,
+            "cache_dir": str(tmp_path),
+        }
+    )
+    ahead = build_store(ByteTokenizer(), node, shard_size=2)
+    ds = config.instantiate(node, ByteTokenizer())
+    assert ds.store.path == ahead.path and BUILT == ["x"]
+    assert contents(ahead.path) == contents_of_one_build(node, tmp_path / "other")
+    del node.cache_dir
+    with pytest.raises(ValueError, match="dataset.cache_dir is not set"):
+        build_store(ByteTokenizer(), node)
+    node.source.packed = True
+    node.cache_dir = str(tmp_path)
+    with pytest.raises(ValueError, match="dataset.source.packed is True"):
+        build_store(ByteTokenizer(), node)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def contents_of_one_build(node: Any, cache: Path) -> dict[str, bytes]:
+    """The store that one process makes of the same config."""
+    other = OmegaConf.merge(node, {"cache_dir": str(cache)})
+    return contents(config.instantiate(other, ByteTokenizer()).store.path)

@@ -7,12 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
 from torchtune_packing import PackedDataset
 from torchtune_packing.store import TokenStore
 from torchtune_packing.store.columns import TokenColumns
+from torchtune_packing.store.shards import build_in_shards
 
 ROWS = [[1, 2, 3], [], [4], [5, 6, 7, 8, 9], [10, 11]]
 LABELS = [[-100, 2, 3], [], [4], [-100, -100, 7, 8, 9], [-100, -100]]
@@ -274,6 +276,25 @@ def test_a_config_reads_parquet_and_its_content_is_in_the_key(tmp_path: Path) ->
     node.source.data_files = str(tmp_path / "no.parquet")
     with pytest.raises(ValueError, match="no.parquet, which does not exist"):
         config.instantiate(node, None)
+
+
+def test_columns_are_read_as_columns_among_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = TokenColumns(write(tmp_path / "rows.parquet", table()))
+    samples = [{"tokens": row, "labels": row} for row in ([20, 21], [], [22])]
+    joined = torch.utils.data.ConcatDataset([samples, columns, samples])
+    expected = [20, 21, 22, *[token for row in ROWS for token in row], 20, 21, 22]
+    store = TokenStore.from_samples(joined)
+    assert store.tokens.tolist() == expected and store.empty.tolist() == [1, 4, 9]
+    for size in (2, 3, 7):
+        sharded = build_in_shards(tmp_path / str(size), "k", lambda: joined, shard_size=size)
+        assert sharded.tokens.tolist() == expected and sharded.empty.tolist() == [1, 4, 9]
+    monkeypatch.setattr(TokenColumns, "__getitem__", lambda *_: pytest.fail("read row by row"))
+    assert TokenStore.from_samples(joined, num_workers=1).checksum == store.checksum
+    bad = TokenColumns(write(tmp_path / "bad.parquet", table([[1], [1]], [[1], []])))
+    with pytest.raises(ValueError, match=r"in source 1 of 2: sample 1 \(.*bad.parquet\) has 1"):
+        TokenStore.from_samples(torch.utils.data.ConcatDataset([samples, bad]))
 
 
 def test_rows_do_not_become_python_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def test_a_store_on_disk_equals_the_one_in_memory(tmp_path: Path) -> None:
         # Anybody's numpy reads the files.
         assert np.array_equal(np.load(tmp_path / "s" / f"{name}.npy"), theirs)
     assert stored.accounting == in_memory.accounting
+    assert stored.checksum == in_memory.checksum
+    assert stored.checksum != TokenStore.from_samples(D(LENS[:-1])).checksum
+    assert stored.checksum != TokenStore.from_samples(D(LENS), labels_are_shifted=True).checksum
     assert not stored.tokens.flags.writeable
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
     stored.verify()

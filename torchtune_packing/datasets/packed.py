@@ -6,13 +6,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from torchtune_packing.dataset import PackedDataset
 from torchtune_packing.datasets.source_key import source_key
 from torchtune_packing.datasets.sources import check_source, load_source, source_nodes
+from torchtune_packing.store import TokenStore
 from torchtune_packing.store.cache import check_cache_arguments, open_or_build
 from torchtune_packing.store.progress import is_main_process
+from torchtune_packing.store.shards import build_in_shards
 
-__all__ = ["packed_dataset"]
+__all__ = ["build_store", "packed_dataset"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,59 @@ def packed_dataset(
         seed=seed,
         labels_are_shifted=labels_are_shifted,
         num_workers=num_workers,
+    )
+
+
+def build_store(
+    tokenizer: Any,
+    dataset: Any,
+    *,
+    shard_size: int | None = None,
+    progress: bool = True,
+) -> TokenStore:
+    """Builds the store of a config's data set ahead of training, by all processes of a launcher.
+
+    Every process of ``tune run --nnodes N --nproc_per_node M`` calls this alike; each tokenizes
+    ranges of the samples, and what was finished is kept when the command is repeated.
+
+    Args:
+        tokenizer: the built tokenizer.
+        dataset: config node of a :func:`packed_dataset`; its ``cache_dir`` must be on a file
+            system that all processes share.
+        shard_size: samples in a shard; None fits it to the number of samples.
+        progress: show a bar on rank 0.
+
+    Returns:
+        The store, which :func:`packed_dataset` then finds by the same config.
+
+    Raises:
+        ValueError: there is no ``cache_dir``, or the source cannot be packed or read.
+    """
+    settings = OmegaConf.to_object(dataset) if OmegaConf.is_config(dataset) else dict(dataset)
+    cache_dir = settings.get("cache_dir")
+    if cache_dir is None:
+        raise ValueError(
+            "dataset.cache_dir is not set, so there is nowhere to keep a store; give it a folder "
+            "that all processes share"
+        )
+    nodes = source_nodes(settings.get("source"))
+    for node in nodes:
+        check_source(node)
+    shifted = settings.get("labels_are_shifted", False)
+    cache_key, fingerprint = settings.get("cache_key"), None
+    if cache_key is None:
+        cache_key, fingerprint = source_key(
+            nodes, tokenizer, labels_are_shifted=shifted, cache_dir=cache_dir
+        )
+    return build_in_shards(
+        cache_dir,
+        cache_key,
+        lambda: load_source(nodes, tokenizer),
+        shard_size=shard_size,
+        num_workers=settings.get("num_workers", 0),
+        labels_are_shifted=shifted,
+        fingerprint=fingerprint,
+        progress=progress,
     )
 
 

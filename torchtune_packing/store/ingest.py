@@ -150,7 +150,9 @@ def iterate_chunks(
         return
     end = len(ds) if end is None else end
     columns = _columns_of(ds)
-    if columns is not None:
+    if type(ds) is torch.utils.data.ConcatDataset and any(map(_columns_of, ds.datasets)):
+        yield from _iterate_parts(ds.datasets, num_workers, labels_are_shifted, begin, end)
+    elif columns is not None:
         yield from columns.chunks(labels_are_shifted=labels_are_shifted, begin=begin, end=end)
     elif num_workers > 0 and end - begin > 1:
         from torchtune_packing.store.workers import iterate_chunks_in_workers
@@ -161,6 +163,28 @@ def iterate_chunks(
             stop = min(end, begin + _MAX_CHUNK_SAMPLES)
             chunk, begin = encode_samples(ds, begin, stop, labels_are_shifted)
             yield chunk
+
+
+def _iterate_parts(
+    parts: Sequence[Any], num_workers: int, labels_are_shifted: bool, begin: int, end: int
+) -> Iterator[Chunk]:
+    """The same over several data sets of which some hold columns, one after the other."""
+    offset = 0
+    for number, part in enumerate(parts):
+        low, high = max(begin - offset, 0), min(end - offset, len(part))
+        offset += len(part)
+        if low >= high:
+            continue
+        try:
+            yield from iterate_chunks(
+                part,
+                num_workers=num_workers,
+                labels_are_shifted=labels_are_shifted,
+                begin=low,
+                end=high,
+            )
+        except (ValueError, SampleReadError) as error:
+            raise type(error)(f"in source {number} of {len(parts)}: {error}") from error
 
 
 def _columns_of(ds: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Mapping
 from functools import cached_property
@@ -173,6 +174,21 @@ class TokenStore:
         offsets = np.zeros(len(self.seq_lens) + 1, dtype=np.int64)
         np.cumsum(self.seq_lens, dtype=np.int64, out=offsets[1:])
         return offsets
+
+    @cached_property
+    def checksum(self) -> str:
+        """One hash of the content, the same in memory and on disk.
+
+        With files it is made of the checksums in ``meta.json`` and reads no token.
+        """
+        digest = hashlib.sha256()
+        for name in ("tokens", "labels", "seq_lens"):
+            if self.path is not None:
+                part = self.meta["files"][f"{name}.npy"]["sha256"]
+            else:
+                part = hashlib.sha256(getattr(self, name).view(np.uint8).data).hexdigest()
+            digest.update(part.encode())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         """Number of documents."""

@@ -46,7 +46,7 @@ from torchtune_packing.attention_kernels import (
     allowed_pairs,
     dense_attention,
 )
-from torchtune_packing.attention_layers import Kernel, pack_layer
+from torchtune_packing.attention_layers import Kernel, attention_name, pack_layer
 from torchtune_packing.layout import DocumentLayout
 from torchtune_packing.masks import block_causal_block_mask, block_causal_mask
 
@@ -242,7 +242,7 @@ def install_attention(
     for candidate in candidates:
         why_not = obstacle(candidate, layers, device=device, dtype=dtype, forward_only=forward_only)
         if why_not is not None and backend != "auto":
-            name = type(next(iter(layers.values()))).__name__
+            name = attention_name(next(iter(layers.values())))
             raise ValueError(
                 f"attention_backend={backend} cannot serve this model's {name}: {why_not}; "
                 f"{OTHERWISE}"

@@ -24,6 +24,7 @@ __all__ = [
     "PackedAttention",
     "PackedGemma2Attention",
     "PackedLayer",
+    "attention_name",
     "is_known_attention",
     "pack_layer",
 ]
@@ -171,6 +172,11 @@ def is_known_attention(layer: nn.Module) -> bool:
     """
     known: list[Any] = [MultiHeadAttention, Gemma2Attention, PackedLayer]
     return type(layer).forward in [kind.forward for kind in known]
+
+
+def attention_name(layer: nn.Module) -> str:
+    """The name of an attention layer's own class, prepared for packed batches or not."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if not issubclass(kind, PackedLayer))
 
 
 def pack_layer(

@@ -1,0 +1,99 @@
+"""Packed equals unpacked: every family under every backend, in float64 throughout.
+
+The reference is torchtune's own model, not prepared for packing, run on one document at a time
+without a mask. ``all_float64`` keeps torchtune from casting to float32 on the way, so the
+differences left are those of float64 arithmetic in another order.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex_module
+
+from tests.tiny_models import FAMILIES, Batch, Result, all_float64, tiny, tiny_lora
+from torchtune_packing import attention, attention_choice
+from torchtune_packing.attention import install_attention
+from torchtune_packing.attention_kernels import Flex
+
+BACKENDS = ("sdpa", "varlen", "flex")
+
+#: What is refused and why; every other pair of family and backend must be exact.
+REFUSED = {("gemma2", "varlen"): "cannot do the soft-capped, sliding-window attention of Gemma2"}
+
+BATCHES = {
+    "one row": Batch([[1, 60, 7, 30, 2]], 100),
+    "rows with padding": Batch([[33, 2, 1, 1], [60], [5, 5, 5, 5, 5, 40]], 70),
+}
+
+
+@pytest.fixture(autouse=True)
+def _float64_on_one_thread() -> Iterator[None]:
+    # These tensors are so small that a second thread costs more than it does.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with all_float64():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as torch computes it without a kernel: any dtype, and gradients on the CPU.
+
+    Its compiled CPU kernel takes no float64 and has no backward. The unfused form reads the same
+    BlockMask and score_mod, and differentiates once the check that forbids it is out of the way.
+    """
+
+    def unfused(backend: str, device: torch.device) -> list[object]:
+        return [Flex(compiled=False)] if backend == "flex" else original(backend, device)
+
+    original = attention_choice.kernels
+    monkeypatch.setattr(attention, "kernels", unfused)
+    monkeypatch.setattr(attention_choice, "_flex_obstacle", lambda *_: None)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+
+
+@functools.cache
+def unpacked(family: str, batch: str) -> Result:
+    return BATCHES[batch].alone(tiny(family).double())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_unpacked(family: str, backend: str, differentiable_flex: None) -> None:
+    model = tiny(family).double()
+    if (family, backend) in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[family, backend]):
+            install_attention(model, backend, device="cpu", dtype=torch.float64)
+        return
+    attn = install_attention(model, backend, device="cpu", dtype=torch.float64)
+    assert attn.backend == backend
+    for name, batch in BATCHES.items():
+        packed = batch.run(model, attn.prepare(batch.seq_lens, batch.s))
+        packed.assert_equals(unpacked(family, name), logits=1e-9, loss=1e-10, grads=1e-8)
+    assert set(attn.describe_layers().values()) == {backend}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_packed_equals_unpacked(family: str) -> None:
+    """LoRA under what "auto" takes on the CPU; DoRA for one family."""
+    model = tiny_lora(family, use_dora=family == "llama3").double()
+    batch = BATCHES["rows with padding"]
+    expected = batch.alone(copy.deepcopy(model))
+    attn = install_attention(model, device="cpu", dtype=torch.float64)
+    assert attn.backend == ("sdpa" if family == "gemma2" else "varlen")
+    packed = batch.run(model, attn.prepare(batch.seq_lens, batch.s))
+    packed.assert_equals(expected, logits=1e-9, loss=1e-10, grads=1e-8)
+
+
+def test_known_padding_changes_nothing_for_the_documents() -> None:
+    model = tiny("llama3").double()
+    attn = install_attention(model, "varlen", device="cpu", dtype=torch.float64)
+    batch = BATCHES["rows with padding"]
+    mask = attn.prepare(batch.seq_lens, batch.s, real_lengths=batch.real_lengths)
+    expected = unpacked("llama3", "rows with padding")
+    batch.run(model, mask).assert_equals(expected, logits=1e-9, loss=1e-10, grads=1e-8)

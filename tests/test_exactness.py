@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as flex_module
 
-from tests.tiny_models import FAMILIES, Batch, Result, all_float64, tiny, tiny_lora
+from tests.tiny_models import FAMILIES, Batch, Result, all_float64, one_thread, tiny, tiny_lora
 from torchtune_packing import attention, attention_choice
 from torchtune_packing.attention import install_attention
 from torchtune_packing.attention_kernels import Flex
@@ -31,12 +31,8 @@ BATCHES = {
 
 @pytest.fixture(autouse=True)
 def _float64_on_one_thread() -> Iterator[None]:
-    # These tensors are so small that a second thread costs more than it does.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with all_float64():
+    with one_thread(), all_float64():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

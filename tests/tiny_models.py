@@ -177,3 +177,14 @@ def all_float64() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.float = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs torch on one thread: for tensors this small a second one costs more than it does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,5 +1,31 @@
-"""Silences what dependencies print and nobody here can fix, once, before they are imported."""
+"""Silences what dependencies print and nobody here can fix, once, before they are imported.
+
+A recipe imports this module first and calls :func:`silence_dependencies`. Each entry says why it is
+safe to drop; anything else that a library prints gets through.
+"""
+
+import os
+import warnings
+
+# Message (a regular expression for its beginning) and category of each warning that is dropped.
+_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # torchtune's RMSNorm computes in float32 with a bf16 weight on purpose; torch then says, once,
+    # that its fused kernel does not apply. The result is the same.
+    (r"Mismatch dtype between input and weight", UserWarning),
+)
+
+_ENVIRONMENT = {
+    # `datasets` draws a progress bar for every file that it reads; ours shows the tokenizing.
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # Loader workers are forked after a tokenizer was used in the main process, which is safe here:
+    # a worker does not tokenize in threads. Unset, each fork prints a warning.
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def silence_dependencies() -> None:
-    """Does nothing yet."""
+    """Installs the warning filters and sets the environment; what a user has set is kept."""
+    for message, category in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

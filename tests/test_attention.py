@@ -60,7 +60,7 @@ def test_auto_gives_gemma2_and_attention_dropout_to_sdpa_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_b32_the_choice_follows_the_device_that_is_named(dtype, monkeypatch) -> None:
+def test_B32_the_choice_follows_the_device_that_is_named(dtype, monkeypatch) -> None:
     """A GPU in the machine changes nothing for a model on the CPU, and is not asked about."""
 
     def asked(*_: object) -> bool:
@@ -165,7 +165,7 @@ def test_what_the_cpu_cannot_do_is_refused_before_training(backend, reason) -> N
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
-def test_b44_attention_dropout_is_refused_where_kernels_have_none(backend) -> None:
+def test_B44_attention_dropout_is_refused_where_kernels_have_none(backend) -> None:
     model = tiny("llama3", attn_dropout=0.1)
     with pytest.raises(ValueError, match="MultiHeadAttention: .*attn_dropout is 0.1.*packed=False"):
         install_attention(model, backend, forward_only=True, **CPU)
@@ -239,20 +239,20 @@ def replaced(kind: str) -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
-def test_b44_what_is_not_known_to_keep_documents_apart_is_refused(kind, backend) -> None:
+def test_B44_what_is_not_known_to_keep_documents_apart_is_refused(kind, backend) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*packed=False"):
         install_attention(replaced(kind), backend, **CPU)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
-def test_b11_a_packed_model_without_its_mask_is_an_error(backend) -> None:
+def test_B11_a_packed_model_without_its_mask_is_an_error(backend) -> None:
     model = tiny("gemma2" if backend == "sdpa" else "llama3")
     install_attention(model, backend, **CPU)
     with pytest.raises(ValueError, match="mask=None.*seq_lens"):
         model(BATCH.tokens, input_pos=BATCH.input_pos)
 
 
-def test_b11_is_causal_is_off_whenever_a_mask_is_given(monkeypatch) -> None:
+def test_B11_is_causal_is_off_whenever_a_mask_is_given(monkeypatch) -> None:
     """Under every mask that reaches torch's SDPA, ``is_causal`` with a mask would win over it."""
     seen = []
     original = nn.functional.scaled_dot_product_attention
@@ -276,7 +276,7 @@ def test_a_mask_of_another_backend_is_refused() -> None:
         model(BATCH.tokens, input_pos=BATCH.input_pos, mask=layout)
 
 
-def test_b36_a_mask_of_another_batch_is_refused() -> None:
+def test_B36_a_mask_of_another_batch_is_refused() -> None:
     """The smaller last batch of an epoch gets its own mask, and only that one fits."""
     model = tiny("llama3")
     tokens, input_pos = BATCH.tokens[:1], BATCH.input_pos[:1]
@@ -394,7 +394,7 @@ def test_flex_masks_are_blockmasks_one_per_window(monkeypatch) -> None:
     assert (masks.batch_size, masks.seq_len) == (2, 36)
 
 
-def test_b41_a_dense_mask_above_the_limit_is_refused_by_its_size() -> None:
+def test_B41_a_dense_mask_above_the_limit_is_refused_by_its_size() -> None:
     attn = install_attention(tiny("llama3"), "sdpa", **CPU)
     seq_lens = torch.full((4, 1), 32_768, dtype=torch.int32)
     with pytest.raises(ValueError, match="4 rows of 32,768 positions takes 4,294,967,296 bytes"):

@@ -52,7 +52,7 @@ def install_flex(model: torch.nn.Module) -> attention.InstalledAttention:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_b40_flex_that_lacks_shared_memory_gets_smaller_tiles(small_tiles_only, caplog) -> None:
+def test_B40_flex_that_lacks_shared_memory_gets_smaller_tiles(small_tiles_only, caplog) -> None:
     model = tiny("llama3")
     with caplog.at_level(logging.WARNING):
         attn = install_flex(model)
@@ -66,7 +66,7 @@ def test_b40_flex_that_lacks_shared_memory_gets_smaller_tiles(small_tiles_only, 
     torch.testing.assert_close(logits, expected)
 
 
-def test_b40_flex_that_fails_at_its_first_call_is_found_at_set_up(monkeypatch, caplog) -> None:
+def test_B40_flex_that_fails_at_its_first_call_is_found_at_set_up(monkeypatch, caplog) -> None:
     """Wrapping fails at no time; calling does, and that is when it is caught."""
     monkeypatch.setattr(attention_kernels, "_compiled_flex", lambda: out_of_resources)
     model = tiny("gemma", head_dim=128, embed_dim=32)
@@ -82,7 +82,7 @@ def test_b40_flex_that_fails_at_its_first_call_is_found_at_set_up(monkeypatch, c
     )
 
 
-def test_b39_a_head_dim_that_a_kernel_refuses_falls_back_with_one_warning(monkeypatch, caplog):
+def test_B39_a_head_dim_that_a_kernel_refuses_falls_back_with_one_warning(monkeypatch, caplog):
     def needs_a_power_of_two(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         raise ValueError(f"NYI: embedding dimension {q.shape[-1]} must be a power of 2")
 
@@ -132,7 +132,7 @@ class FailsOnLargeBatches(CpuVarlen):
         return super().__call__(layer, q, k, v, mask)
 
 
-def test_b40_a_kernel_that_fails_at_its_first_real_call_is_replaced_once(monkeypatch, caplog):
+def test_B40_a_kernel_that_fails_at_its_first_real_call_is_replaced_once(monkeypatch, caplog):
     FailsOnLargeBatches.calls = 0
     broken = FailsOnLargeBatches()
     monkeypatch.setattr(
@@ -153,7 +153,7 @@ def test_b40_a_kernel_that_fails_at_its_first_real_call_is_replaced_once(monkeyp
     assert [SWITCH in record.message for record in caplog.records] == [True]
 
 
-def test_b40_in_a_distributed_job_a_failure_in_the_first_step_is_an_error(monkeypatch) -> None:
+def test_B40_in_a_distributed_job_a_failure_in_the_first_step_is_an_error(monkeypatch) -> None:
     """One rank must not go on with another kernel while the others do not know."""
     broken = FailsOnLargeBatches()
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def _rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_b40_all_ranks_decide_alike(tmp_path: Path) -> None:
+def test_B40_all_ranks_decide_alike(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in range(2)]
     for process in ranks:

@@ -180,7 +180,7 @@ def test_kernels_equal_dense_attention(name: str, flex_backward_on_cpu: None) ->
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 72, 96, 192])
-def test_b39_any_head_dim_on_the_cpu(head_dim: int) -> None:
+def test_B39_any_head_dim_on_the_cpu(head_dim: int) -> None:
     seq_lens, s, inputs = random_case(3, head_dim=head_dim)
     layout = make_mask("cpu", seq_lens, s)
     ours = output_and_grads(CpuVarlen(), inputs, layout)
@@ -207,7 +207,7 @@ def test_lower_precision_on_the_cpu_is_no_worse_than_torchs_own(dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", KERNELS)
-def test_b10_a_poisoned_document_changes_no_other(name: str, flex_backward_on_cpu: None) -> None:
+def test_B10_a_poisoned_document_changes_no_other(name: str, flex_backward_on_cpu: None) -> None:
     """Huge values in document 1: bit for bit the same outputs and gradients elsewhere."""
     seq_lens = torch.tensor([[5, 7, 9, 3], [24, 0, 0, 0]], dtype=torch.int32)
     mask = make_mask(name, seq_lens, 24)
@@ -223,7 +223,7 @@ def test_b10_a_poisoned_document_changes_no_other(name: str, flex_backward_on_cp
 
 
 @pytest.mark.parametrize("name", ["cpu", "flash_attn"])
-def test_b34_pads_are_finite_and_apart(name: str) -> None:
+def test_B34_pads_are_finite_and_apart(name: str) -> None:
     """3 tokens in a row of 8: pads see pads, or cost nothing and get zeros."""
     seq_lens = torch.tensor([[3, 5]], dtype=torch.int32)
     inputs = [torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3)]
@@ -298,7 +298,7 @@ def test_kernels_come_from_the_installed_packages(monkeypatch: pytest.MonkeyPatc
 # FlexAttention
 
 
-def test_b43_compiled_flex_forward_equals_dense_attention_in_float32() -> None:
+def test_B43_compiled_flex_forward_equals_dense_attention_in_float32() -> None:
     """Lengths of one token, s no multiple of the block, grouped heads, soft cap and window.
 
     The limit is the error that dense float32 attention itself has against float64.

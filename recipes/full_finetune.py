@@ -145,7 +145,7 @@ class FullFinetuneRecipe:
             loss_sum += loss.item()
         values = {
             "loss": self.run.ranks.sum(loss_sum)[0] / divisor,
-            "lr": training.get_lr(self.optimizer),
+            "lr": float(training.get_lr(self.optimizer)),
         }
         check_finite(values["loss"], step.position, self.data)
         with self.meter.phase("optimizer"):

@@ -62,7 +62,9 @@ class LoRAFinetuneRecipe:
             self.loss_before = facts["loss_before"]
             self.example.texts.update(facts["example"])
         self.checkpointer, weights = model_setup.load_base_weights(cfg)
-        self.model = model_setup.build_model(cfg, run.ranks, run.dtype, weights, saved_adapter)
+        self.model = model_setup.build_model(
+            cfg, run.ranks, run.dtype, weights, adapter=saved_adapter, seed=run.seed
+        )
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         run.say(f"training {trained:,} adapter parameters; the base model stays as it is")
 
@@ -147,7 +149,7 @@ class LoRAFinetuneRecipe:
             loss_sum += loss.item()
         values = {
             "loss": self.run.ranks.sum(loss_sum)[0] / divisor,
-            "lr": training.get_lr(self.optimizer),
+            "lr": float(training.get_lr(self.optimizer)),
         }
         check_finite(values["loss"], step.position, self.data)
         with self.meter.phase("optimizer"):

@@ -35,7 +35,7 @@ def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> No
         ({"save_merged_weights": True}, ["unknown key `save_merged_weights`"]),
         ({"device": "cuda"}, ["`device` is cuda", "no CUDA device", "device=cpu"]),
         ({"device": "tpu"}, ["`device` is 'tpu'", "cpu or cuda"]),
-        ({"dtype": "fp16"}, ["`dtype` is 'fp16'", "fp32, bf16"]),
+        ({"dtype": "fp16"}, ["`dtype` is 'fp16'", "auto, fp32, bf16"]),
         ({"batch_size": 0}, ["`batch_size` is 0", "at least 1"]),
         ({"epochs": 1.5}, ["`epochs` is 1.5", "whole number"]),
         ({"seed": -1}, ["`seed` is -1", "at least 0"]),

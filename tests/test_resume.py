@@ -100,8 +100,8 @@ def test_B19_killed_five_times_and_resumed_is_the_uninterrupted_run(tmp_path: Pa
         wait_for_step(config, 2 * kill + 1 + draw.randrange(2), process)
         time.sleep(0.3 * draw.random())
         process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        shown, _ = process.communicate()
+        assert process.returncode == -signal.SIGKILL, shown
     saved = RunCheckpoints(config.output_dir).latest()
     finish(start(config, resume_from_checkpoint=saved is not None))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

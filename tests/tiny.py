@@ -7,6 +7,7 @@ process or in processes of their own.
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+
+from torchtune_packing.models.smollm2 import builders
 
 VOCAB, DIM, HEADS, KV_HEADS, LAYERS = 260, 32, 4, 2, 2
 SHAPE = {
@@ -84,22 +87,45 @@ class Sums:
         return {"tokens": prompt + answer, "labels": labels}
 
 
-def write_tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
+def tiny_smollm2(**lora: Any) -> torch.nn.Module:
+    """A two-layer SmolLM2 wide enough for NF4 blocks; with keywords, a QLoRA model of it."""
+    size = builders._Size(2, 4, 4, 64, 128, 100_000)
+    if not lora:
+        return builders._decoder(size, builders._plain_linear)
+    return builders._lora_decoder(
+        size,
+        list(lora["lora_attn_modules"]),
+        lora["apply_lora_to_mlp"],
+        False,
+        rank=lora["lora_rank"],
+        alpha=lora["lora_alpha"],
+        dropout=0.0,
+        use_dora=False,
+        quantize_base=True,
+    )
+
+
+def write_tiny_checkpoint(
+    folder: Path, seed: int = 0, build: Callable[[], torch.nn.Module] = tiny_model
+) -> Path:
     """A folder as Hugging Face has it, holding a freshly drawn tiny model."""
     folder.mkdir(parents=True)
     torch.manual_seed(seed)
-    weights = tune_to_hf(tiny_model().state_dict(), num_heads=HEADS, num_kv_heads=KV_HEADS, dim=DIM)
+    model = build()
+    heads, kv_heads = model.num_heads, model.layers[0].attn.num_kv_heads
+    dim = model.tok_embeddings.embedding_dim
+    weights = tune_to_hf(model.state_dict(), num_heads=heads, num_kv_heads=kv_heads, dim=dim)
     weights = {name: value.contiguous() for name, value in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     facts = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": DIM,
-        "intermediate_size": SHAPE["intermediate_dim"],
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": VOCAB,
+        "hidden_size": dim,
+        "intermediate_size": model.layers[0].mlp.w1.out_features,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": len(model.layers),
+        "vocab_size": model.tok_embeddings.num_embeddings,
         "max_position_embeddings": SHAPE["max_seq_len"],
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,

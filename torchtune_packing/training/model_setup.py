@@ -84,6 +84,7 @@ def build_model(
     dtype: torch.dtype,
     weights: dict[str, torch.Tensor],
     adapter: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Builds ``cfg.model``, loads it, and shards it with FSDP2 when there are several processes.
 
@@ -93,6 +94,7 @@ def build_model(
         dtype: of weights and computation.
         weights: full state dict under torchtune's names, the same on every rank.
         adapter: LoRA weights to continue from; None starts a LoRA model afresh.
+        seed: draws a fresh adapter, the same on any number of processes.
 
     Returns:
         The model on ``ranks.device``, in training mode; for a model with LoRA layers only these
@@ -132,9 +134,10 @@ def build_model(
                 if hasattr(module, "rope_init"):
                     module.rope_init()
     _load(model, weights, device, sharded=sharded, offload=offload, lora=lora)
-    if adapter is not None:
-        _load(model, dict(adapter), device, sharded=sharded, offload=offload, lora=lora)
-    elif lora:
+    if lora:
+        started = _initial_adapter(model, seed) if adapter is None else dict(adapter)
+        _load(model, started, device, sharded=sharded, offload=offload, lora=True)
+    if lora and adapter is None:
         for module in model.modules():
             if hasattr(module, "initialize_dora_magnitude"):
                 module.initialize_dora_magnitude()
@@ -175,6 +178,25 @@ def _load(
         )
 
 
+def _initial_adapter(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """A fresh adapter: A uniform with variance 1 / (3 fan_in), B zero (Hu et al., 2021).
+
+    The same distribution as torchtune's, but drawn whole, from the run's seed. Drawn shard by
+    shard, it would depend on the number of processes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    started = {}
+    for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        if name.endswith("lora_a.weight"):
+            drawn = torch.empty(parameter.shape)
+            bound = parameter.shape[1] ** -0.5
+            started[name] = drawn.uniform_(-bound, bound, generator=generator).to(parameter.dtype)
+        elif name.endswith("lora_b.weight"):
+            started[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    return started
+
+
 def build_optimizer(
     cfg_optimizer: DictConfig,
     model: nn.Module,
@@ -192,6 +214,9 @@ def build_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = config.instantiate(cfg_optimizer, trained)
     if state is not None:
+        # A schedule leaves its base rate in the groups; torch restores only what it finds there.
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k not in group})
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.world_size > 1)
         set_optimizer_state_dict(
             model=model, optimizers=optimizer, optim_state_dict=dict(state), options=options

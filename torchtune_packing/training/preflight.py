@@ -29,7 +29,9 @@ __all__ = [
     "check_config",
     "check_data",
     "check_resume",
+    "computes_bf16",
     "explained",
+    "resolve_dtype",
 ]
 
 #: The keys of recipes/full_finetune.py; docs/recipes.md explains each.
@@ -56,7 +58,7 @@ _POSITIVE = (
     "num_output_chunks log_every_n_steps run_val_every_n_steps val_batch_size save_every_n_steps "
     "keep_last_n_checkpoints"
 ).split()
-_DTYPES = ("fp32", "bf16")
+_DTYPES = ("auto", "fp32", "bf16")
 #: Hugging Face config.json field -> what it is in a torchtune decoder.
 _SHAPES = {
     "hidden_size": lambda model: model.tok_embeddings.embedding_dim,
@@ -93,6 +95,21 @@ def accumulation_steps(cfg: DictConfig, world_size: int) -> int:
     if cfg.get("packs_per_step", None) is not None:
         return int(cfg.packs_per_step) // (int(cfg.batch_size) * world_size)
     return int(cfg.get("gradient_accumulation_steps", None) or 1)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for bf16; a CPU without them is several times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in checks)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a config's ``dtype``: "fp32", "bf16", or "auto" for bf16 where it is native."""
+    if name == "auto":
+        name = "bf16" if computes_bf16(device) else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def _unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
@@ -146,9 +163,9 @@ def _device(cfg: DictConfig) -> Iterator[str]:
         )
     if dtype not in _DTYPES:
         yield f"`dtype` is {dtype!r}; it must be one of {', '.join(_DTYPES)}."
-    elif dtype == "bf16" and kind == "cuda" and cuda and not torch.cuda.is_bf16_supported():
+    elif dtype == "bf16" and kind == "cuda" and cuda and not computes_bf16(torch.device("cuda")):
         name = torch.cuda.get_device_name()
-        yield f"`dtype` is bf16, which {name} does not compute; set dtype=fp32."
+        yield f"`dtype` is bf16, which {name} does not compute; set dtype=fp32 or auto."
     if cfg.get("enable_activation_offloading", False):
         if kind != "cuda":
             yield "`enable_activation_offloading` needs device=cuda; set it to False on a CPU."
@@ -227,10 +244,21 @@ def _shapes_of_model(cfg: DictConfig) -> Any:
         return f"`model` cannot be built: {error}"
 
 
-def _model(cfg: DictConfig, model: Any) -> Iterator[str]:
+def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
     if isinstance(model, str):
         yield model
         return
+    names = [name for name, _ in model.named_parameters()]
+    has_adapter = any(".lora_a." in name for name in names)
+    if has_adapter != wants_adapter:
+        yield (
+            f"`model` is {cfg.model._component_}, which "
+            + (
+                "has no adapter to train; use a lora_ or qlora_ builder, or full_finetune.py."
+                if wants_adapter
+                else "has an adapter; use lora_finetune.py, or a builder without one."
+            )
+        )
     folder = cfg.get("checkpointer", {}).get("checkpoint_dir", None)
     facts_file = Path(str(folder)) / "config.json"
     if folder is None or not facts_file.is_file():
@@ -300,7 +328,7 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     for check in (_device, _dataset, _files, _resume):
         problems += check(cfg)
     model = _shapes_of_model(cfg)
-    problems += _model(cfg, model)
+    problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))
     problems += _numbers(cfg, world_size)
     if problems:
         head = "" if len(problems) == 1 else f"{len(problems)} problems in the config:\n  - "

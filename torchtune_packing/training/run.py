@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -77,12 +78,16 @@ class Run:
         run = cls(
             cfg=cfg,
             ranks=ranks,
-            dtype=training.get_dtype(cfg.dtype, device=ranks.device),
+            dtype=preflight.resolve_dtype(cfg.dtype, ranks.device),
             seed=seed,
             checkpoints=checkpoints,
             resumed_from=found,
             model_max_seq_len=limit,
         )
+        if run.dtype == torch.bfloat16 and not preflight.computes_bf16(ranks.device):
+            run.say(
+                "this CPU has no bf16 instructions and emulates them; dtype=fp32 is faster here"
+            )
         if ranks.is_first and cfg.get("metric_logger", None) is not None:
             run._logger = config.instantiate(cfg.metric_logger)
             run._logger.log_config(cfg)
@@ -116,11 +121,13 @@ class Run:
     def resume_command(self) -> str:
         """The shell command that goes on from the newest checkpoint of this run."""
         script = sys.argv[0]
-        try:
-            shown = Path(script).resolve().relative_to(Path.cwd())
-        except ValueError:
-            shown = Path(script)
-        overrides = [a for a in sys.argv[1:] if not a.startswith("resume_from_checkpoint=")]
+        if not script.endswith(".py"):  # tune names the recipe as a module: recipes.full_finetune
+            script = script.replace(".", "/") + ".py"
+        path = Path(script)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        overrides = [
+            shlex.quote(a) for a in sys.argv[1:] if not a.startswith("resume_from_checkpoint=")
+        ]
         many = f"--nproc_per_node {self.ranks.world_size} " if self.ranks.is_distributed else ""
         arguments = " ".join([*overrides, "resume_from_checkpoint=True"])
         return f"PYTHONPATH=. tune run {many}{shown} {arguments}"

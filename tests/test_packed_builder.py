@@ -523,3 +523,18 @@ def contents_of_one_build(node: Any, cache: Path) -> dict[str, bytes]:
     """The store that one process makes of the same config."""
     other = OmegaConf.merge(node, {"cache_dir": str(cache)})
     return contents(config.instantiate(other, ByteTokenizer()).store.path)
+
+
+def test_torchtunes_own_data_sets_bring_a_key(questions: Path, tmp_path: Path) -> None:
+    from torchtune.datasets import instruct_dataset
+
+    def stored(**keys: Any) -> Path:
+        tokenizer = ByteTokenizer(max_seq_len=keys.pop("max_seq_len", None))
+        settings = {k: v for k, v in INSTRUCT.items() if k != "_component_"} | keys
+        ds = instruct_dataset(tokenizer, data_files=str(questions), **settings)
+        return PackedDataset(ds, max_seq_len=32, cache_dir=tmp_path / "cache").store.path
+
+    first = stored()
+    assert first.name.startswith("SFTDataset-") and stored() == first
+    others = [stored(max_seq_len=9), stored(train_on_input=True), stored(new_system_prompt="s")]
+    assert len({first, *others}) == 4

@@ -76,11 +76,7 @@ def test_B26_packing_may_take_longer_than_a_collective(two_nodes: Path) -> None:
 
 
 def test_B27_each_node_packs_once(two_nodes: Path) -> None:
-    builders = [samples for samples in reads(two_nodes).values() if samples[:4] == [0, 1, 2, 3]]
-    assert len(builders) == 2
-    # Whoever finds a store compares three samples with it, and no more.
-    others = [samples for samples in reads(two_nodes).values() if samples[:4] != [0, 1, 2, 3]]
-    assert all(samples == [0, 2, 3] for samples in others)
+    assert list(reads(two_nodes).values()) == [[0, 1, 2, 3]] * 2
     for node in "01":
         assert sorted(p.name for p in (two_nodes / f"node-{node}").iterdir()) == [".locks", "key"]
 
@@ -161,9 +157,7 @@ def test_the_second_start_reads_the_store(tmp_path: Path) -> None:
     ("lens", "message"),
     [
         ([3, 0, 2, 4], "it holds 3 samples, the data set has 4"),
-        ([4, 0, 2], "its sample 0 differs"),
-        ([3, 1, 2], "its sample 1 differs"),
-        ([3, 0, 0], "its sample 2 differs"),
+        ([3, 0], "it holds 3 samples, the data set has 2"),
     ],
 )
 def test_B55_a_key_that_stayed_when_the_data_changed_is_refused(
@@ -172,6 +166,20 @@ def test_B55_a_key_that_stayed_when_the_data_changed_is_refused(
     packed(tmp_path, [3, 0, 2])
     with pytest.raises(ValueError, match=f"made from other data .{message}.; change cache_key"):
         packed(tmp_path, lens)
+
+
+def test_a_store_that_is_found_spares_every_read(tmp_path: Path) -> None:
+    class Counted(D):
+        reads = 0
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    for _ in range(2):
+        ds = PackedDataset(Counted([3, 2]), max_seq_len=8, cache_dir=tmp_path, cache_key="key")
+        assert len(ds[0]["tokens"]) == 5
+    assert Counted.reads == 2
 
 
 def test_labels_of_another_kind_are_refused(tmp_path: Path) -> None:

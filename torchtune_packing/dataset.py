@@ -17,7 +17,12 @@ import torch
 from torchtune_packing.packing_stats import PackingStats, packing_stats
 from torchtune_packing.plan import PackPlan, plan_packs
 from torchtune_packing.store import TokenStore
-from torchtune_packing.store.cache import check_against, check_cache_arguments, open_or_build
+from torchtune_packing.store.cache import (
+    check_against,
+    check_cache_arguments,
+    open_or_build,
+    own_key,
+)
 from torchtune_packing.store.progress import is_main_process
 from torchtune_packing.types import IGNORE_INDEX, Pack
 
@@ -59,7 +64,8 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         seed: decides with the epoch which documents of equal length go where.
         labels_are_shifted: the samples' ``labels[t]`` is the target of position t.
         cache_dir: folder for the store's files; None keeps the tokens in memory.
-        cache_key: name of the store in ``cache_dir``. It must change whenever the tokens do.
+        cache_key: name of the store in ``cache_dir``. It must change whenever the tokens do. Data
+            sets of torchtune and of Hugging Face's library bring one of their own.
         num_workers: worker processes that read samples while the store is built.
 
     Raises:
@@ -252,9 +258,8 @@ def _store_of(
             ds, num_workers=num_workers, labels_are_shifted=labels_are_shifted
         )
     if cache_key is None:
-        # Hugging Face's own hash of content and transforms; nothing else is guessed.
-        cache_key = getattr(ds, "_fingerprint", None)
-    if not isinstance(cache_key, str):
+        cache_key = own_key(ds)
+    if cache_key is None:
         raise ValueError(
             f"cache_dir={str(cache_dir)!r} needs a cache_key: a {type(ds).__name__} does not tell "
             "when its tokens change, so give a name that you change together with the data, the "

@@ -355,6 +355,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for stores (5 GB)")
+    parser.add_argument("--part", action="append", choices=["in_memory", "store", "tokenizing"])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--samples", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -366,10 +367,13 @@ def main() -> None:
     sizes = [20_000] if chosen.quick else [200_000] + [2_280_000] * chosen.full
     with tempfile.TemporaryDirectory(dir=chosen.scratch) as scratch:
         folder = Path(scratch)
+        parts: dict[str, Callable[[], Any]] = {
+            "in_memory": lambda: compare_in_memory(100_000, 1 if chosen.quick else 3, folder),
+            "store": lambda: measure_store(sizes, folder),
+            "tokenizing": lambda: compare_tokenizing(4_000 if chosen.quick else 20_000, folder),
+        }
         result = {
-            "in_memory": compare_in_memory(100_000, 1 if chosen.quick else 3, folder),
-            "store": measure_store(sizes, folder),
-            "tokenizing": compare_tokenizing(4_000 if chosen.quick else 20_000, folder),
+            name: run() for name, run in parts.items() if not chosen.part or name in chosen.part
         }
     finish("store", result)
 

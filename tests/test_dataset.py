@@ -272,6 +272,39 @@ def test_epochs_have_new_neighbours_and_as_many_packs() -> None:
     assert packs() == first
 
 
+def test_stats_follow_the_epoch() -> None:
+    lens = np.random.default_rng(2).integers(1, 50, 200).tolist()
+    ds = P(lens, 64, strategy="best_fit", max_packs=5)
+    seen = set()
+    for epoch in (0, 1, 2):
+        ds.set_epoch(epoch)
+        assert ds.stats.num_trained_tokens == brute_force_counts(ds)["trained"]
+        seen.add(ds.stats.attention_cost)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"strategy": "tetris"}, "strategy"),
+        ({"overlong": "shorten"}, "overlong"),
+        ({"max_packs": 0}, "max_packs"),
+        ({"seed": None}, "seed"),
+        ({"num_workers": -1}, "num_workers is -1; set it to a number of processes"),
+        ({"cache_key": "k"}, "no cache_dir"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_sample_is_read(
+    argument: dict[str, object], message: str
+) -> None:
+    class Unread(D):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            pytest.fail("a sample was read")
+
+    with pytest.raises(ValueError, match=message):
+        PackedDataset(Unread([3]), max_seq_len=8, **argument)
+
+
 def test_persistent_workers_follow_a_new_epoch() -> None:
     ds = P([3, 5, 5, 3, 3, 5] * 20, 8, strategy="best_fit")
     loader = torch.utils.data.DataLoader(
@@ -342,4 +375,5 @@ def test_stats_equal_a_count_over_the_packs(kind: str) -> None:
     assert stats.documents_per_pack_median == np.median(spans)
     assert stats.fill == counted["packed"] / (len(ds) * ds.max_seq_len)
     assert stats.attention_cost_ratio == counted["cost"] / (len(ds) * ds.max_seq_len**2)
-    assert stats.as_dict()["num_packs"] == len(ds)
+    assert stats.as_dict()["num_packs"] == stats["num_packs"] == len(ds)
+    assert dict(stats) == stats.as_dict()

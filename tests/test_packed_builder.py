@@ -357,6 +357,17 @@ def test_B55_what_does_not_change_the_tokens_does_not_change_the_key(
     assert key_of(reordered) == before
 
 
+def test_B55_functions_are_told_apart_by_their_code() -> None:
+    def bound(value: int) -> Any:
+        return lambda sample: sample + value
+
+    pair = [lambda sample: sample, lambda sample: not sample]
+    functions = [bound(1), bound(2), *pair, lambda sample, limit=3: limit]
+    keys = {key_of(NUMBERS, ByteTokenizer(vocabulary={"f": f})) for f in functions}
+    assert len(keys) == 5
+    assert key_of(NUMBERS, ByteTokenizer(vocabulary={"f": bound(1)})) in keys
+
+
 def test_B55_a_tokenizer_that_was_used_before_has_the_same_key() -> None:
     tokenizer = ByteTokenizer()
     before = key_of(NUMBERS, tokenizer)

@@ -31,7 +31,7 @@ __all__ = ["PackedDataset"]
 logger = logging.getLogger(__name__)
 
 #: Below this share of real tokens a data set of several packs is worth a warning.
-_LOW_FILL = 0.8
+_LOW_FILL = 0.9
 
 
 class PackedDataset(torch.utils.data.Dataset[Pack]):
@@ -96,6 +96,8 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         self.strategy = strategy
         self.overlong = overlong
         self.seed = seed
+        # Every argument is looked at before anything is read.
+        plan_packs([1], **self._plan_arguments())
         self.store = _store_of(
             ds,
             labels_are_shifted=labels_are_shifted,
@@ -114,17 +116,19 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         _refuse_untrained(self.store, self._plan)
         self._log()
 
-    def _make_plan(self, epoch: int, **changes: Any) -> PackPlan:
-        arguments: dict[str, Any] = {
+    def _plan_arguments(self) -> dict[str, Any]:
+        return {
             "max_seq_len": self.max_seq_len,
             "strategy": self.strategy,
             "overlong": self.overlong,
             "split_across_pack": self.split_across_pack,
             "max_packs": self.max_packs,
             "seed": self.seed,
-            "epoch": epoch,
         }
-        return plan_packs(self.store.seq_lens, **(arguments | changes))
+
+    def _make_plan(self, epoch: int, **changes: Any) -> PackPlan:
+        arguments = self._plan_arguments() | {"epoch": epoch} | changes
+        return plan_packs(self.store.seq_lens, **arguments)
 
     @property
     def epoch(self) -> int:
@@ -198,20 +202,15 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         if not is_main_process():
             return
         plan = self._plan
-        capacity = len(plan) * self.max_seq_len
-        logger.info(
-            "Packed %s documents with %s tokens into %s packs of %s: fill %.2f %% (%s/%s).",
-            *(f"{n:,}" for n in (len(self.store), plan.num_tokens, len(plan), self.max_seq_len)),
-            100 * plan.fill,
-            *(f"{n:,}" for n in (plan.num_tokens, capacity)),
-        )
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("Packed %s", self.stats)
         # As few packs as these tokens can have: nothing would raise the fill.
         fewest = -(-plan.num_tokens // self.max_seq_len)
         if plan.fill < _LOW_FILL and len(plan) > fewest:
             logger.warning(
                 "Only %.1f %% of each pack is real tokens (%s/%s in %s packs); %s.",
                 100 * plan.fill,
-                *(f"{n:,}" for n in (plan.num_tokens, capacity, len(plan))),
+                *(f"{n:,}" for n in (plan.num_tokens, len(plan) * self.max_seq_len, len(plan))),
                 self._advice(fewest),
             )
 
@@ -251,6 +250,10 @@ def _store_of(
     num_workers: int,
 ) -> TokenStore:
     check_cache_arguments(cache_dir, cache_key)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+        raise ValueError(
+            f"num_workers is {num_workers!r}; set it to a number of processes, 0 for none"
+        )
     if isinstance(ds, TokenStore):
         return ds
     if cache_dir is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,7 @@ class PackingStats:
         num_truncated_documents: overlong documents cut short (``overlong="truncate"``).
         num_truncated_tokens: tokens behind those cuts, which are in no pack.
         num_split_documents: documents cut into several spans.
+        num_split_tokens: their tokens in the packs.
         num_cuts: places where a document continues in another span.
         num_unused_documents: documents left out by ``max_packs``.
         num_unused_tokens: tokens left out by it.
@@ -60,6 +61,7 @@ class PackingStats:
     num_truncated_documents: int
     num_truncated_tokens: int
     num_split_documents: int
+    num_split_tokens: int
     num_cuts: int
     num_unused_documents: int
     num_unused_tokens: int
@@ -79,6 +81,17 @@ class PackingStats:
     def as_dict(self) -> dict[str, int | float]:
         """The same as a plain dict, ready for JSON."""
         return asdict(self)
+
+    def __getitem__(self, name: str) -> int | float:
+        """A count by its name, so that ``dict(stats)`` and ``stats["fill"]`` work."""
+        if name not in self.keys():
+            raise KeyError(name)
+        value: int | float = getattr(self, name)
+        return value
+
+    def keys(self) -> list[str]:
+        """Names of all counts."""
+        return [field.name for field in fields(self)]
 
     def __str__(self) -> str:
         """A few lines for a log: what went in, what the packs hold, what was lost."""
@@ -160,6 +173,7 @@ def packing_stats(store: TokenStore, plan: PackPlan) -> PackingStats:
         num_truncated_documents=plan.num_truncated,
         num_truncated_tokens=plan.num_truncated_tokens,
         num_split_documents=int(np.count_nonzero(spans > 1)),
+        num_split_tokens=int(covered[spans > 1].sum()),
         num_cuts=len(continued),
         num_unused_documents=plan.num_unused,
         num_unused_tokens=plan.num_unused_tokens,

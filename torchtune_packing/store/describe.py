@@ -127,9 +127,13 @@ def _describe_code(value: Any, seen: tuple[int, ...]) -> Any:
         "code": f"{value.__module__}.{value.__qualname__}",
         "from": code_of(value),
     }
-    closure = getattr(value, "__closure__", None)
-    if closure:
-        described["closure"] = [describe(cell.cell_contents, seen) for cell in closure]
+    if isinstance(value, types.FunctionType):
+        # Tells apart two lambdas of one file, and what was bound when a function was made.
+        described["line"] = value.__code__.co_firstlineno
+        described["bytecode"] = sha256_of(value.__code__.co_code)
+        described["defaults"] = describe([value.__defaults__, value.__kwdefaults__], seen)
+        cells = value.__closure__ or ()
+        described["closure"] = [describe(cell.cell_contents, seen) for cell in cells]
     return described
 
 

@@ -1,6 +1,7 @@
 """The full finetuning recipe on a tiny model: numbers, order, refusals, what a user sees."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,6 @@ def test_B18_fewer_packs_than_a_step_needs(tmp_path: Path) -> None:
 
 def test_B21_scheduler_counts_the_steps_of_packs(tmp_path: Path) -> None:
     """52 samples of 100 tokens in packs of 1,000: 6 packs, accumulation 2, 3 epochs: 9 steps."""
-    from tests.helpers import D  # noqa: F401
-
     config = tiny_config(
         tmp_path,
         epochs=3,
@@ -315,3 +314,40 @@ def test_saves_and_keeps_as_asked(tmp_path: Path) -> None:
     ]
     facts = json.loads((tmp_path / "out" / "step_000010" / "training_state.json").read_text())
     assert facts["position"] == {"step": 10, "epoch": 1, "packs_consumed": 16}
+
+
+def test_component_emptied_on_the_command_line_counts_as_absent(tmp_path: Path) -> None:
+    """torchtune turns `dataset_val=null` into `dataset_val._component_=null`."""
+    config = tiny_config(tmp_path, lr_scheduler={"_component_": None, "num_warmup_steps": 2})
+    recipe = FullFinetuneRecipe(config)
+    recipe.setup()
+    assert recipe.scheduler is None
+
+
+def test_worked_edit_of_the_docs_adds_its_term(tmp_path: Path) -> None:
+    """docs/recipes.md shows a z-loss: in the first step it adds 1e-4 * mean(logsumexp ** 2)."""
+    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    found = []
+    for name in ("plain", "edited"):
+        out = str(tmp_path / name)
+        recipe = FullFinetuneRecipe(tiny_config(tmp_path, output_dir=out, max_steps_per_epoch=1))
+        recipe.setup()
+        squares: list[torch.Tensor] = []
+        if name == "edited":
+            real = recipe.forward.logits
+
+            def logits(*args: Any, real: Any = real, squares: Any = squares) -> Any:
+                got = real(*args)
+                squares.append(got.detach().exp().sum(-1).log().square().flatten())
+                return got
+
+            recipe.forward.logits = logits
+            recipe.forward.loss = lambda b, r, f=recipe.forward: names["loss_with_z"](f, b, r)
+        recipe.train()
+        found.append(losses(tmp_path / name)[0])
+    # The first step's two micro-batches of the edited run.
+    added = 1e-4 * torch.cat(squares[:2]).mean().item()
+    assert found[1] - found[0] == pytest.approx(added, rel=1e-3)

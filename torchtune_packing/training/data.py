@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 from torchtune import config
 
+from torchtune_packing.accounting import accounting_lines, check_token_loss
 from torchtune_packing.dataset import PackedDataset
 from torchtune_packing.loss import LossRows, Reduction, loss_rows
 from torchtune_packing.sampler import StepSampler
@@ -164,6 +165,8 @@ class TrainingData:
         preflight.check_data(
             self.dataset, run.model_max_seq_len, padding_free=padding_free, key="dataset"
         )
+        if isinstance(self.dataset, PackedDataset):
+            check_token_loss(self.dataset, cfg.get("max_token_loss", 0.01))
         self.dataset_val = None
         if cfg.get("dataset_val", None) is not None:
             self.dataset_val = open_dataset(cfg.dataset_val, self.tokenizer)
@@ -214,14 +217,27 @@ class TrainingData:
         }
 
     def describe(self) -> str:
-        """One line: packs, packs per step, steps, and what is left over of each epoch."""
+        """What packing did to the data, then the steps, and what is left over of each epoch."""
         kind = "packs" if isinstance(self.dataset, PackedDataset) else "samples"
         line = (
             f"{len(self.dataset):,} {kind}, {self.sampler.packs_per_step} per step, "
             f"{self.steps_per_epoch} steps per epoch"
         )
         left = self.sampler.num_leftover
-        return f"{line}; {left} of each epoch left out, too few for a step" if left else line
+        if left:
+            line += f"; {left} of each epoch left out, too few for a step"
+        if not isinstance(self.dataset, PackedDataset):
+            return line
+        block = accounting_lines(
+            self.dataset,
+            self._run.ranks.world_size,
+            self.sampler.packs_per_step,
+            batch_size=self._run.cfg.batch_size,
+            seed=self._run.seed,
+            shuffle=self._run.cfg.get("shuffle", True),
+            balance=self._run.cfg.get("balance", True),
+        )
+        return "\n".join([*block, line])
 
     def steps(self, position: Position) -> Iterator[Step]:
         """Yields the optimizer steps that are left of the run.

@@ -30,8 +30,10 @@ __all__ = [
     "check_data",
     "check_resume",
     "computes_bf16",
+    "dataset_problems",
     "explained",
     "resolve_dtype",
+    "unknown_keys",
 ]
 
 #: The keys of recipes/full_finetune.py; docs/recipes.md explains each.
@@ -44,7 +46,7 @@ COMMON_KEYS = frozenset(
     fsdp_cpu_offload fsdp_reshard_after_forward custom_sharded_layers metric_logger
     log_every_n_steps profiler run_val_every_n_steps val_batch_size save_every_n_steps
     keep_last_n_checkpoints resume_from_checkpoint overwrite_output_dir show_example
-    require_lower_val_loss
+    require_lower_val_loss max_token_loss
     """.split()
 )
 #: The keys that recipes/lora_finetune.py adds.
@@ -112,7 +114,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
-def _unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+def unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
+    """Yields a sentence for every key that a recipe does not know."""
     known = set(known)
     text = json.dumps(cfg)
     for key in cfg:
@@ -145,6 +148,9 @@ def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
             f"cannot share evenly; make it a multiple of {rows * world_size}, or change the number "
             "of processes."
         )
+    share = cfg.get("max_token_loss", None)
+    if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
+        yield f"`max_token_loss` is {share!r}; it must be a share of the tokens from 0 to 1."
     seed = cfg.get("seed", None)
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         yield f"`seed` is {seed!r}; it must be a whole number of at least 0, or null."
@@ -173,7 +179,8 @@ def _device(cfg: DictConfig) -> Iterator[str]:
             yield "`enable_activation_offloading` needs enable_activation_checkpointing=True too."
 
 
-def _dataset(cfg: DictConfig) -> Iterator[str]:
+def dataset_problems(cfg: DictConfig) -> Iterator[str]:
+    """Yields a sentence for everything that the nodes of the data sets cannot mean."""
     flattened = "collate_flattened" in str(cfg.get("collate_fn", ""))
     if cfg.get("max_tokens", None) is not None and not flattened:
         yield (
@@ -321,11 +328,11 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     Raises:
         ValueError: with every problem found, one line each.
     """
-    problems = list(_unknown_keys(OmegaConf.to_container(cfg, resolve=False), known_keys))
+    problems = list(unknown_keys(OmegaConf.to_container(cfg, resolve=False), known_keys))
     problems += [
         f"`{key}` is missing; see configs/ for an example." for key in _REQUIRED if key not in cfg
     ]
-    for check in (_device, _dataset, _files, _resume):
+    for check in (_device, dataset_problems, _files, _resume):
         problems += check(cfg)
     model = _shapes_of_model(cfg)
     problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))

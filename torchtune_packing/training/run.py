@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
+from torchtune import config, utils
 
 from torchtune_packing.training import preflight
 from torchtune_packing.training.checkpoint import RunCheckpoints, read_facts
@@ -56,6 +58,10 @@ class Run:
         Raises:
             ValueError: with everything that is wrong with the config.
         """
+        for key, node in cfg.items():
+            # On the command line, torchtune reads dataset_val=null as dataset_val._component_=null.
+            if isinstance(node, DictConfig) and node.get("_component_", "") is None:
+                cfg[key] = None
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         limit = preflight.check_config(cfg, known_keys, world_size)
         ranks = Ranks.start(utils.get_device(cfg.device))
@@ -71,8 +77,9 @@ class Run:
         if seed is None and found is not None:  # drawn at random when the run began
             seed = read_facts(found)["fingerprint"]["seed"]
         seed = ranks.from_first(torch.seed() % 2**31 if seed is None else int(seed))
-        # torchtune's set_seed adds the rank, so that dropout differs between ranks.
-        training.set_seed(seed=seed)
+        # The rank is added so that dropout differs between ranks; order and adapters take run.seed.
+        for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+            set_seed(seed + ranks.rank)
         if not resuming and ranks.is_first:
             checkpoints.clear()  # only what overwrite_output_dir allows: anything else was refused
         run = cls(

@@ -1,10 +1,13 @@
 """The BlockMask by arithmetic, against create_block_mask, by hand, and through FlexAttention."""
 
+import os
 import random
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,11 +169,15 @@ def test_builds_inside_one_graph() -> None:
     assert_same(build(seq_lens), library_mask(slow_mask([[3, 200, 97], [150, 150]]), 128))
 
 
+@pytest.mark.skipif(
+    not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")),
+    reason="torch.compile needs a C++ compiler",
+)
 def test_flex_attention_compiled_equals_sdpa_and_compiles_once_for_all_layouts() -> None:
     rng = random.Random(0)
     s, d = 300, 40  # not a multiple of the block
     # Its own counter, so that a graph that another test compiled earlier cannot hide a recompile.
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    graphs = CompileCounterWithBackend("inductor")
     attend = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend=graphs)
     for documents in (1, 2, 5, 20, 40):
         rows = []

@@ -94,6 +94,7 @@ def test_B47_every_policy_for_an_overlong_sample() -> None:
     assert with_tail(truncate) == [[5, 3], [8], [3, 5]]
     assert truncate.stats.num_truncated_documents == truncate.stats.num_truncated_tokens == 1
     assert truncate.stats.num_trained_tokens == 4 + 7 + 2
+    assert "1 document truncated (1 token)" in str(truncate.stats)
     split = P([5, 9, 3], 8, overlong="split")
     assert with_tail(split) == [[5, 3], [6, 2], [1, 7]]
     assert (split.stats.num_split_documents, split.stats.num_cuts) == (2, 2)

@@ -62,9 +62,13 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for r in range(4)
     ]
-    for rank, process in enumerate(processes):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, f"rank {rank}:\n{errors}"
+    try:
+        for rank, process in enumerate(processes):
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, f"rank {rank}:\n{errors}"
+    finally:
+        for process in processes:
+            process.kill()
     return folder
 
 

@@ -105,27 +105,33 @@ class PackingStats:
             f"{_percent(self.attention_cost_ratio)} of full causal packs",
         ]
         losses = [
-            _count(self.num_empty, "empty sample{s} skipped"),
-            _count(self.num_dropped_documents, "overlong document{s} dropped")
-            + f" ({self.num_dropped_tokens:,} tokens)" * bool(self.num_dropped_documents),
-            _count(self.num_truncated_documents, "document{s} truncated")
-            + f" ({self.num_truncated_tokens:,} tokens)" * bool(self.num_truncated_documents),
-            _count(self.num_cuts, "cut{s}")
-            + f" ({self.num_targets_lost_at_cuts:,} targets)" * bool(self.num_cuts),
-            _count(self.num_unused_documents, "document{s} left out by max_packs")
-            + f" ({self.num_unused_tokens:,} tokens)" * bool(self.num_unused_documents),
-            _count(self.num_untrained_documents, "sample{s} without trainable tokens"),
+            _lost(self.num_empty, "empty sample{s} skipped"),
+            _lost(
+                self.num_dropped_documents, "overlong document{s} dropped", self.num_dropped_tokens
+            ),
+            _lost(self.num_truncated_documents, "document{s} truncated", self.num_truncated_tokens),
+            _lost(self.num_cuts, "cut{s}", self.num_targets_lost_at_cuts, "target"),
+            _lost(
+                self.num_unused_documents,
+                "document{s} left out by max_packs",
+                self.num_unused_tokens,
+            ),
+            _lost(self.num_untrained_documents, "sample{s} without trainable tokens"),
         ]
-        losses = [text for text in losses if text]
-        return "\n".join(lines + (["; ".join(losses)] if losses else []))
+        found = "; ".join(text for text in losses if text)
+        return "\n".join([*lines, found] if found else lines)
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _count(number: int, text: str) -> str:
-    return f"{number:,} " + text.format(s="" if number == 1 else "s") if number else ""
+def _lost(number: int, text: str, parts: int | None = None, part: str = "token") -> str:
+    """``"2 documents truncated (1 token)"``; nothing when there are none."""
+    if not number:
+        return ""
+    words = f"{number:,} " + text.format(s="" if number == 1 else "s")
+    return words if parts is None else f"{words} ({parts:,} {part}{'' if parts == 1 else 's'})"
 
 
 def packing_stats(store: TokenStore, plan: PackPlan) -> PackingStats:

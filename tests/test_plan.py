@@ -307,6 +307,19 @@ def test_a_limit_must_be_a_positive_whole_number(value: object) -> None:
             plan_packs([3], max_seq_len=8, max_packs=value)
 
 
+@pytest.mark.parametrize("limit", [14, 10**6, 10**18, 10**30])
+def test_a_limit_above_all_tokens_gives_one_pack(limit: int) -> None:
+    for arguments in (
+        {"strategy": "best_fit"},
+        {"strategy": "sequential"},
+        {"split_across_pack": True},
+        {"overlong": "truncate"},
+    ):
+        plan = plan_packs([3, 5, 6], max_seq_len=limit, **arguments)
+        assert sorted(plan.seq_lens(0).tolist()) == [3, 5, 6]
+        assert (len(plan), plan.max_seq_len, plan.fill) == (1, limit, 14 / limit)
+
+
 def test_unknown_choices_are_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match=r"strategy is 'first_fit'; .* 'best_fit', 'sequential'"):
         plan_packs([3], max_seq_len=8, strategy="first_fit")

@@ -89,7 +89,7 @@ def layout(plan: PackPlan) -> Counter[tuple[int, ...]]:
     max_packs=st.one_of(st.none(), st.integers(1, 6)),
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 @example([0, 18], 10, "best_fit", "split", False, None, 0)
 def test_every_token_is_in_one_span_or_counted(
     lengths: list[int],
@@ -162,7 +162,7 @@ packable = st.integers(1, 60).flatmap(
 
 
 @given(packable)
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_best_fit_leaves_the_rooms_of_item_by_item_best_fit_decreasing(
     case: tuple[int, list[int]],
 ) -> None:

@@ -201,12 +201,14 @@ def plan_packs(
         documents, sizes, more = _apply_policy(documents, sizes, limit, overlong)
         counts |= more
 
+    # More room than there are tokens changes nothing, and a bound keeps the arithmetic small.
+    room = min(limit, int(sizes.sum()))
     if cut_at_pack_ends:
-        spans, pack_offsets = end_to_end(documents, sizes, limit)
+        spans, pack_offsets = end_to_end(documents, sizes, room)
     elif strategy == "sequential":
-        spans, pack_offsets = next_fit(documents, sizes, limit)
+        spans, pack_offsets = next_fit(documents, sizes, room)
     else:
-        spans, pack_offsets = best_fit(documents, sizes, limit, seed=seed, epoch=epoch)
+        spans, pack_offsets = best_fit(documents, sizes, room, seed=seed, epoch=epoch)
 
     if max_packs is not None and max_packs < len(pack_offsets) - 1:
         pack_offsets = pack_offsets[: max_packs + 1]

@@ -42,7 +42,8 @@ def next_fit(documents: _Ints, sizes: _Ints, limit: int) -> tuple[Spans, _Ints]:
     offsets = [0]
     while offsets[-1] < len(sizes):
         offsets.append(following.item(offsets[-1]))
-    return _whole(documents, sizes), np.array(offsets)
+    # A copy, because a plan makes its arrays read-only and the sizes may be the caller's own.
+    return _whole(documents, sizes.copy()), np.array(offsets)
 
 
 def end_to_end(documents: _Ints, sizes: _Ints, limit: int) -> tuple[Spans, _Ints]:
@@ -89,9 +90,11 @@ def best_fit(
     # Longest first, and those of equal length in an order that is new in every epoch.
     below, order = sort_in_groups(longest - pieces.lengths, np.arange(n), bits(Stream.NEIGHBOURS))
     counts = np.bincount(below)
+    del below
     present = np.flatnonzero(counts)
     bins, num_packs = best_fit_bins((longest - present).tolist(), counts[present].tolist(), limit)
     packs = random_order(num_packs, seed=seed, epoch=epoch, stream=Stream.PACK_ORDER)[bins]
+    del bins
     packs, order = sort_in_groups(packs, order, bits(Stream.ORDER_IN_PACK))
     # Two or four bytes a length are gathered faster than eight.
     lengths = pieces.lengths.astype(np.min_scalar_type(longest))[order].astype(np.int64)
@@ -102,8 +105,7 @@ def best_fit(
 
 def _whole(documents: _Ints, sizes: _Ints) -> Spans:
     """One span for each document."""
-    # A copy, because a plan makes its arrays read-only and these may be the caller's own.
-    return Spans(documents, np.zeros(len(sizes), np.int64), sizes.copy())
+    return Spans(documents, np.zeros(len(sizes), np.int64), sizes)
 
 
 def _pieces(documents: _Ints, sizes: _Ints, limit: int) -> Spans:

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks.<name> [--quick]``; the last line printed is one JSON object."""
+"""Benchmarks: ``python -m benchmarks.<name> [--quick]``; the last line is one JSON object."""

@@ -88,7 +88,7 @@ def test_same_seed_same_losses_other_seed_other_order(tmp_path: Path) -> None:
         {"num_output_chunks": 3},
         {"num_workers": 2},
         {"balance": False},
-        {"loss_reduction": "token"},
+        {"compile": True},
     ],
 )
 def test_how_a_step_is_computed_does_not_change_it(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_B9_B59_validation_counts_every_token_once_packed_or_not(tmp_path: Path)
 def test_B5_step_without_targets_moves_nothing_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss 0.0, weights unchanged bit for bit in spite of weight decay and momentum, one warning."""
+    """Loss 0.0, weights unchanged bit for bit in spite of weight decay, one warning."""
     recipe = FullFinetuneRecipe(tiny_config(tmp_path, epochs=1, max_steps_per_epoch=3))
     recipe.setup()
     weights, seen = [], []
@@ -351,3 +351,31 @@ def test_worked_edit_of_the_docs_adds_its_term(tmp_path: Path) -> None:
     # The first step's two micro-batches of the edited run.
     added = 1e-4 * torch.cat(squares[:2]).mean().item()
     assert found[1] - found[0] == pytest.approx(added, rel=1e-3)
+
+
+def test_tensorboard_and_profiler_write_their_files(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(
+        tmp_path,
+        epochs=1,
+        metric_logger={
+            "_component_": "torchtune.training.metric_logging.TensorBoardLogger",
+            "log_dir": str(tmp_path / "board"),
+            "organize_logs": False,
+        },
+        profiler={
+            "enabled": True,
+            "output_dir": str(tmp_path / "profile"),
+            "cpu": True,
+            "cuda": False,
+            "wait_steps": 1,
+            "warmup_steps": 1,
+            "active_steps": 2,
+            "num_cycles": 1,
+        },
+    )
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [e.step for e in events.Tensors("loss")] == [1, 2, 3, 4, 5, 6]
+    assert list((tmp_path / "profile").rglob("*.json*"))

@@ -92,7 +92,7 @@ def test_peft_and_merged_weights_give_the_recipes_logits(tmp_path: Path, kind: s
 
 
 def test_B25_resume_takes_the_adapter_from_the_output_folder(tmp_path: Path) -> None:
-    """Base in one folder, adapter in another; the resumed losses and weights are the whole run's."""
+    """Base in one folder, adapter in another; the resumed run is the whole one."""
     whole = train(lora_config(tmp_path, output_dir=str(tmp_path / "whole")))
     config = lora_config(tmp_path, output_dir=str(tmp_path / "parts"))
     first = LoRAFinetuneRecipe(config)

@@ -1,4 +1,4 @@
-"""Each refusal: one sentence with the thing, the value found and the remedy, before anything slow."""
+"""Each refusal is one sentence with thing, value and remedy, before anything slow."""
 
 from pathlib import Path
 from typing import Any

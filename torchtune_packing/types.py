@@ -2,7 +2,8 @@
 
 Data flows one way::
 
-    samples -> TokenStore -> PackPlan -> PackedDataset -> collate (CPU) -> device batch -> model -> loss
+    samples -> TokenStore -> PackPlan -> PackedDataset -> collate (CPU)
+        -> device batch -> model -> loss
 
 Shape letters used in every docstring of the package:
 

@@ -142,8 +142,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
         return json.loads((folder / STATE_JSON).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder / STATE_JSON} cannot be read as JSON ({error}); remove {folder} to resume from "
-            "the checkpoint before it."
+            f"{folder / STATE_JSON} cannot be read as JSON ({error}); remove {folder} to resume "
+            "from the checkpoint before it."
         ) from error
 
 
@@ -167,8 +167,8 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         tensors = torch.load(folder / STATE_TENSORS, weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(
-            f"{folder / STATE_TENSORS} cannot be read as plain tensors: {error}. Remove {folder} to "
-            "resume from the checkpoint before it."
+            f"{folder / STATE_TENSORS} cannot be read as plain tensors: {error}. Remove {folder} "
+            "to resume from the checkpoint before it."
         ) from error
     return tensors, facts
 

@@ -214,8 +214,8 @@ def _files(cfg: DictConfig) -> Iterator[str]:
         folder = Path(str(node.checkpoint_dir))
         if not folder.is_dir():
             yield (
-                f"`checkpointer.checkpoint_dir` is {folder}, which is no folder; download the model "
-                "with the command at the top of the config, or correct the path."
+                f"`checkpointer.checkpoint_dir` is {folder}, which is no folder; download the "
+                "model with the command at the top of the config, or correct the path."
             )
         else:
             files = node.get("checkpoint_files", None) or []
@@ -283,8 +283,8 @@ def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
         if key in facts and facts[key] != found:
             yield (
                 f"`checkpointer.checkpoint_dir` holds another model: its {key} is {facts[key]}, "
-                f"that of {cfg.model._component_} is {found}; let `model` and `checkpointer` name the "
-                "same one."
+                f"that of {cfg.model._component_} is {found}; let `model` and `checkpointer` name "
+                "the same one."
             )
             return
     limit = getattr(model, "max_seq_len", None)

@@ -273,6 +273,14 @@ def test_epochs_have_new_neighbours_and_as_many_packs() -> None:
     assert packs() == first
 
 
+def test_stats_of_a_document_that_breaks_off_in_the_middle() -> None:
+    ds = P([30], 8, True, max_packs=2)
+    assert real_seq_lens(ds) == [[8], [8]]
+    assert ds.stats.num_trained_tokens == 7 + 7
+    assert ds.stats.num_targets_lost_at_cuts == ds.stats.num_cuts == 1
+    assert ds.stats.num_unused_tokens == 14
+
+
 def test_stats_follow_the_epoch() -> None:
     lens = np.random.default_rng(2).integers(1, 50, 200).tolist()
     ds = P(lens, 64, strategy="best_fit", max_packs=5)

@@ -33,8 +33,12 @@ stands.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "MAX_BOOL_MASK_BYTES",
@@ -193,6 +197,9 @@ def block_causal_block_mask(
         ValueError: if ``seq_lens`` is not an int tensor ``[b, d]``, s is not positive,
             ``block_size`` is below 2, or ``window`` is below 1.
     """
+    # Imported here: everything else in this package works on a torch without FlexAttention.
+    from torch.nn.attention.flex_attention import BlockMask
+
     _check(seq_lens, s)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, but a position sees at least itself.")

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 from torchtune import config
 
 from torchtune_packing.accounting import accounting_lines, check_token_loss
 from torchtune_packing.dataset import PackedDataset
+from torchtune_packing.datasets.sources import check_source
 from torchtune_packing.loss import LossRows, Reduction, loss_rows
 from torchtune_packing.sampler import StepSampler
 from torchtune_packing.store import TokenStore
@@ -101,7 +102,13 @@ class SampleDataset(Dataset[Sample]):
 
 
 def open_dataset(node: DictConfig, tokenizer: Any) -> PackedDataset | SampleDataset:
-    """Builds the data set of a config node: packs as they are, anything else as single samples."""
+    """Builds the data set of a config node: packs as they are, anything else as single samples.
+
+    Raises:
+        ValueError: the node names data that no recipe here trains on (preference, multimodal).
+    """
+    if str(node.get("_component_", "")).rsplit(".", 1)[-1] != "packed_dataset":
+        check_source(OmegaConf.to_container(node, resolve=True))
     dataset = config.instantiate(node, tokenizer)
     if isinstance(dataset, (PackedDataset, SampleDataset)):
         return dataset
@@ -301,7 +308,7 @@ class TrainingData:
         cfg, ranks = self._run.cfg, self._run.ranks
         batches = EvenBatches(
             len(self.dataset_val),
-            batch_size=cfg.get("val_batch_size", None) or cfg.batch_size,
+            batch_size=cfg.get("val_batch_size", None) or cfg.get("batch_size", None) or 1,
             rank=ranks.rank,
             world_size=ranks.world_size,
         )

@@ -52,15 +52,14 @@ COMMON_KEYS = frozenset(
 #: The keys that recipes/lora_finetune.py adds.
 LORA_KEYS = frozenset({"save_merged_weights"})
 
-_REQUIRED = (
-    "output_dir tokenizer model checkpointer dataset optimizer batch_size epochs device dtype"
-).split()
+_REQUIRED = "output_dir tokenizer model checkpointer dataset optimizer epochs device dtype".split()
 _POSITIVE = (
     "batch_size gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch max_tokens "
     "num_output_chunks log_every_n_steps run_val_every_n_steps val_batch_size save_every_n_steps "
     "keep_last_n_checkpoints"
 ).split()
 _DTYPES = ("auto", "fp32", "bf16")
+_COLLATES = ("collate_packed", "collate_flattened")
 #: Hugging Face config.json field -> what it is in a torchtune decoder.
 _SHAPES = {
     "hidden_size": lambda model: model.tok_embeddings.embedding_dim,
@@ -95,7 +94,8 @@ def accumulation_steps(cfg: DictConfig, world_size: int) -> int:
     of processes, and this is what is left for each.
     """
     if cfg.get("packs_per_step", None) is not None:
-        return int(cfg.packs_per_step) // (int(cfg.batch_size) * world_size)
+        rows = int(cfg.get("batch_size", None) or 1)  # max_tokens takes its place
+        return int(cfg.packs_per_step) // (rows * world_size)
     return int(cfg.get("gradient_accumulation_steps", None) or 1)
 
 
@@ -122,11 +122,8 @@ def unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
         if key in known or f"${{{key}" in text:  # a name of the user's own that ${name} refers to
             continue
         close = difflib.get_close_matches(str(key), known, n=1)
-        hint = (
-            f"did you mean `{close[0]}`?"
-            if close
-            else "remove it (docs/recipes.md lists all keys)."
-        )
+        remove = "remove it (docs/recipes.md lists all keys)."
+        hint = f"did you mean `{close[0]}`?" if close else remove
         yield f"unknown key `{key}`: {hint}"
 
 
@@ -139,7 +136,7 @@ def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             sound = False
             yield f"`{key}` is {value!r}; it must be a whole number of at least 1."
-    total, rows = cfg.get("packs_per_step", None), cfg.get("batch_size", None)
+    total, rows = cfg.get("packs_per_step", None), cfg.get("batch_size", None) or 1
     if total is not None and cfg.get("gradient_accumulation_steps", None) is not None:
         yield "`packs_per_step` and `gradient_accumulation_steps` are both set; keep one of them."
     elif sound and total is not None and rows is not None and total % (rows * world_size):
@@ -163,10 +160,7 @@ def _device(cfg: DictConfig) -> Iterator[str]:
     if kind not in ("cpu", "cuda"):
         yield f"`device` is {device!r}; it must be cpu or cuda."
     elif kind == "cuda" and not cuda:
-        yield (
-            "`device` is cuda, but torch finds no CUDA device here; set device=cpu, or install a "
-            "CUDA build of torch and a driver."
-        )
+        yield "`device` is cuda, but torch finds no CUDA device here; set device=cpu."
     if dtype not in _DTYPES:
         yield f"`dtype` is {dtype!r}; it must be one of {', '.join(_DTYPES)}."
     elif dtype == "bf16" and kind == "cuda" and cuda and not computes_bf16(torch.device("cuda")):
@@ -181,12 +175,18 @@ def _device(cfg: DictConfig) -> Iterator[str]:
 
 def dataset_problems(cfg: DictConfig) -> Iterator[str]:
     """Yields a sentence for everything that the nodes of the data sets cannot mean."""
-    flattened = "collate_flattened" in str(cfg.get("collate_fn", ""))
-    if cfg.get("max_tokens", None) is not None and not flattened:
+    collate = str(cfg.get("collate_fn", None) or _COLLATES[0])
+    flattened = "collate_flattened" in collate
+    if not collate.endswith(_COLLATES):
+        yield f"`collate_fn` is {collate}; it must be torchtune_packing.{' or '.join(_COLLATES)}."
+    sized = cfg.get("max_tokens", None) is not None
+    if sized and not flattened:
         yield (
             "`max_tokens` sizes padding-free batches; set collate_fn to "
             "torchtune_packing.collate_flattened, or size packs by dataset.max_seq_len."
         )
+    elif sized and cfg.get("batch_size", None) is not None:
+        yield "`max_tokens` and `batch_size` are both set, and both size a batch; keep one of them."
     for name in ("dataset", "dataset_val"):
         node = cfg.get(name, None)
         if node is None:
@@ -245,9 +245,7 @@ def _shapes_of_model(cfg: DictConfig) -> Any:
     try:
         with torch.device("meta"):
             return config.instantiate(node)
-    except (
-        Exception
-    ) as error:  # any builder may fail in its own way; all of it is the config's fault
+    except Exception as error:  # builders fail in their own ways; the config is at fault in all
         return f"`model` cannot be built: {error}"
 
 
@@ -329,8 +327,9 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
         ValueError: with every problem found, one line each.
     """
     problems = list(unknown_keys(OmegaConf.to_container(cfg, resolve=False), known_keys))
+    required = [*_REQUIRED, *([] if "max_tokens" in cfg else ["batch_size"])]
     problems += [
-        f"`{key}` is missing; see configs/ for an example." for key in _REQUIRED if key not in cfg
+        f"`{key}` is missing; see configs/ for an example." for key in required if key not in cfg
     ]
     for check in (_device, dataset_problems, _files, _resume):
         problems += check(cfg)
@@ -361,6 +360,8 @@ def check_data(
     from torchtune_packing.dataset import PackedDataset
 
     packed = isinstance(dataset, PackedDataset)
+    if packed and padding_free and key == "dataset":
+        raise ValueError("`dataset` is packed, but collate_flattened is for data that is not.")
     if not packed and not padding_free:
         raise ValueError(
             f"`{key}` is not packed; use "

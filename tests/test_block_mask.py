@@ -158,6 +158,23 @@ def test_block_size_below_two_is_refused() -> None:
         block_causal_block_mask(torch.tensor([[4]]), 4, block_size=1)
 
 
+@pytest.mark.gpu
+def test_same_blocks_on_a_cuda_device_without_waiting_for_it() -> None:
+    rows = [[3, 200, 97], [150, 150]]
+    seq_lens = zero_filled(rows).cuda()
+    block_causal_block_mask(seq_lens, 300)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = block_causal_block_mask(seq_lens, 300)
+        dense = block_causal_mask(seq_lens, 300)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert mask.kv_indices.device == dense.device == seq_lens.device
+    assert_same(mask.to("cpu"), library_mask(slow_mask(rows), 128))
+    assert torch.equal(dense.cpu(), slow_mask(rows))
+
+
 def test_builds_inside_one_graph() -> None:
     seq_lens = zero_filled([[3, 200, 97], [150, 150]])
     build = torch.compile(

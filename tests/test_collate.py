@@ -290,6 +290,15 @@ def test_mask_follows_the_device(monkeypatch, mask, device, capability, expected
     assert (str(where), kind) == expected
 
 
+@pytest.mark.gpu
+def test_stock_call_on_a_cuda_device_gives_a_block_mask_there() -> None:
+    model = torch.ones(1, device="cuda")  # what tells that this process trains there
+    batch = collate_packed(packs([3, 2], [4]), padding_idx=0, ignore_idx=-100)
+    assert isinstance(batch["mask"], BlockMask)
+    assert batch["mask"].kv_indices.device == model.device
+    batch_to_device(batch, model.device)
+
+
 def test_flex_on_a_cpu_gives_a_block_mask() -> None:
     batch = collate_packed(packs([3, 2], [4]), mask="flex")
     assert isinstance(batch["mask"], BlockMask)

@@ -230,7 +230,7 @@ def measure(name: str, num_samples: int, folder: Path) -> dict[str, Any]:
 
     def sample() -> None:
         nonlocal peak
-        while not over.wait(0.02):
+        while not over.wait(0.1):
             if bare:
                 peak = max(peak, anonymous_bytes(process.pid))
 

@@ -304,9 +304,12 @@ def _refuse_overlong(store: TokenStore, max_seq_len: int) -> None:
 
 def _refuse_untrained(store: TokenStore, plan: PackPlan) -> None:
     """Raises when the packs hold no label at all, before a model is loaded for nothing."""
-    whole = (plan.starts == 0) & (plan.lengths == store.seq_lens[plan.documents])
-    if store.trained[plan.documents[whole]].any():
-        return
+    # Nearly always one of the first documents settles it; then the others are not looked at.
+    for spans in (slice(4096), slice(None)):
+        documents, lengths = plan.documents[spans], plan.lengths[spans]
+        whole = (plan.starts[spans] == 0) & (lengths == store.seq_lens[documents])
+        if store.trained[documents[whole]].any():
+            return
     begins = store.offsets[plan.documents] + plan.starts
     for begin, length in zip(begins.tolist(), plan.lengths.tolist(), strict=True):
         if (store.labels[begin : begin + length] != IGNORE_INDEX).any():

@@ -33,6 +33,9 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+import torchtune_packing.needs_torchtune  # noqa: F401
+
+# isort: split
 from torchtune_packing.attention_choice import (
     BACKENDS,
     OTHERWISE,

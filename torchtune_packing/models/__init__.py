@@ -1,1 +1,3 @@
-"""Models that the recipes and the quickstart train; torchtune is imported by the subpackages."""
+"""Models that the recipes and the quickstart train, as torchtune modules."""
+
+import torchtune_packing.needs_torchtune  # noqa: F401

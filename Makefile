@@ -8,9 +8,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 # Stamps: newer than pyproject.toml and constraints.txt means there is nothing to install.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
-# More arguments: make test ARGS="-k masks", make quickstart ARGS="epochs=2".
+# More arguments: make test ARGS="-k masks", make quickstart ARGS="max_steps_per_epoch=5".
 ARGS   ?=
 
+# Two pips in one environment at a time would spoil it.
+.NOTPARALLEL:
 .PHONY: help quickstart test lint format docs model install install-dev clean
 .DEFAULT_GOAL := help
 
@@ -23,9 +25,11 @@ help:
 	@echo "make model       prepare $(MODEL)"
 	@echo "make clean       remove what was built; keeps $(VENV), models/ and runs/"
 
+# Repeated, it starts afresh and replaces the earlier run, unless ARGS says otherwise.
 quickstart: $(RUN_STAMP) $(MODEL)/config.json
-	@if [ -e $(OUT) ]; then echo "Starting afresh: $(OUT) of an earlier run is replaced."; rm -rf $(OUT); fi
-	PYTHONPATH=. $(BIN)/tune run recipes/full_finetune.py --config configs/smollm2/135M_full.yaml output_dir=$(OUT) $(ARGS)
+	@if [ -e $(OUT) ]; then echo "$(OUT) holds an earlier run; this one replaces it."; fi
+	PYTHONPATH=. $(BIN)/tune run recipes/full_finetune.py --config configs/smollm2/135M_full.yaml \
+	  output_dir=$(OUT) overwrite_output_dir=True $(ARGS)
 
 test: $(DEV_STAMP) $(MODEL)/config.json
 	$(BIN)/python -m pytest $(ARGS)
@@ -63,7 +67,8 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) -e ".[dev,docs,bench]"
 	@touch $(RUN_STAMP) $@
 
-# The folder appears whole or not at all, so one file of it stands for all. Either stamp would do.
+# The folder appears whole or not at all, so one file of it stands for all. No stamp among the
+# prerequisites: a newer installation does not make the model old.
 $(MODEL)/config.json: | $(VENV)/bin/python
 	@$(MAKE) --no-print-directory $(RUN_STAMP)
 	$(BIN)/python -m torchtune_packing.models.smollm2.download $(MODEL)

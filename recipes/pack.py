@@ -1,0 +1,198 @@
+"""Packs the data of a config ahead of training, and shows what packing does to it.
+
+    PYTHONPATH=. tune run recipes/pack.py --config configs/smollm2/135M_full.yaml
+    PYTHONPATH=. tune run --nnodes N --nproc_per_node M recipes/pack.py --config <config>
+
+It takes the config of a training recipe and reads `tokenizer`, `dataset` and, to predict times,
+`model`, `device` and `dtype`; no weights. What it does, in order:
+
+1.  tokenizes the data set into its store (`dataset.cache_dir`), by all processes of the launcher
+    when there are several, so that training finds it;
+2.  prints what became of every document and token;
+3.  plans other pack lengths and strategies and predicts the time of each against padded batches;
+4.  draws figures.
+
+Keys of its own, to be given on the command line:
+
+    max_seq_lens=[1024,2048]     pack lengths to try; default: half, same and double
+    strategies=[best_fit]        default: best_fit and sequential
+    padded_batch_size=8          documents of the padded batches to compare with
+    world_size=8                 ranks of the training run, for waiting and steps
+    figures_dir=<folder>         default: <output_dir>/packing; null draws nothing
+    predict_time=False           measures nothing
+    json=True                    prints one JSON object and nothing else
+"""
+
+import json
+import os
+import sys
+import textwrap
+from typing import Any
+
+from torchtune_packing import quiet  # isort: skip  # first: silences what later imports would print
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune import config
+
+from torchtune_packing.accounting import (
+    accounting_lines,
+    check_token_loss,
+    effective_batch,
+    waiting,
+)
+from torchtune_packing.cost_model import CostModel, layer_shape, measure
+from torchtune_packing.datasets.packed import build_store
+from torchtune_packing.pack_options import choose, option_lines, pack_options
+from torchtune_packing.training import preflight
+
+quiet.silence_dependencies()
+
+KEYS = frozenset(
+    "max_seq_lens strategies padded_batch_size world_size figures_dir predict_time json".split()
+)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuses a config that cannot be packed, with everything that is wrong with it."""
+    known = preflight.COMMON_KEYS | preflight.LORA_KEYS | KEYS
+    problems = list(preflight.unknown_keys(OmegaConf.to_container(cfg, resolve=False), known))
+    problems += [f"`{key}` is missing." for key in ("tokenizer", "dataset") if key not in cfg]
+    problems += preflight.dataset_problems(cfg)
+    if "packed_dataset" not in str(cfg.get("dataset", {}).get("_component_", "")):
+        problems.append(
+            "`dataset` is not packed; wrap it as `source` of "
+            "torchtune_packing.datasets.packed_dataset."
+        )
+    if problems:
+        raise ValueError("\n  - ".join(problems))
+
+
+def cost_model(cfg: DictConfig, longest: int) -> tuple[CostModel | None, int | None]:
+    """Measures a layer of the config's model; also the model's positions. (None, None) without."""
+    if "model" not in cfg:
+        return None, None
+    with torch.device("meta"):
+        model = config.instantiate(cfg.model)
+    positions = getattr(model, "max_seq_len", None)
+    if not cfg.get("predict_time", True):
+        return None, positions
+    device = torch.device(cfg.get("device", "cpu"))
+    cost = measure(
+        layer_shape(model),
+        device=device,
+        dtype=preflight.resolve_dtype(cfg.get("dtype", "auto"), device),
+        backend=cfg.get("attention_backend", "auto"),
+        max_seq_len=longest,
+    )
+    return cost, positions
+
+
+def as_list(value: Any, default: list) -> list:
+    """A config value that may be left out, or be one thing instead of a list of them."""
+    if value is None:
+        return default
+    return list(value) if isinstance(value, (list, ListConfig)) else [value]
+
+
+def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Packs and compares; returns the facts for JSON and the lines to print."""
+    check(cfg)
+    tokenizer = config.instantiate(cfg.tokenizer)
+
+    # The store: by all processes together, or by this one when the data set is opened.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        build_store(tokenizer, cfg.dataset)
+        if os.environ.get("RANK", "0") != "0":
+            return {}, []
+    dataset = config.instantiate(cfg.dataset, tokenizer)
+
+    # What became of every document, and what a step of the training run will be made of.
+    batch_size, world_size = int(cfg.get("batch_size", 1)), int(cfg.get("world_size", 1))
+    accumulation = max(1, preflight.accumulation_steps(cfg, world_size))
+    packs_per_step = batch_size * accumulation * world_size
+    order = {
+        "batch_size": batch_size,
+        "seed": cfg.get("seed", None) or 0,
+        "shuffle": cfg.get("shuffle", True),
+        "balance": cfg.get("balance", True),
+    }
+    lines = accounting_lines(dataset, world_size, packs_per_step, **order)
+
+    # Other lengths and strategies, from the same store: nothing is tokenized again.
+    size = dataset.max_seq_len
+    sizes = sorted({int(n) for n in as_list(cfg.get("max_seq_lens"), [size // 2, size, 2 * size])})
+    strategies = as_list(cfg.get("strategies"), ["best_fit", "sequential"])
+    cost, positions = cost_model(cfg, max(sizes))
+    padded_batch_size = int(cfg.get("padded_batch_size", 8))
+    options = pack_options(
+        dataset,
+        [n for n in sizes if n > 0],
+        strategies,
+        batch_size=batch_size,
+        packs_per_step=packs_per_step,
+        padded_batch_size=padded_batch_size,
+        max_token_loss=cfg.get("max_token_loss", 0.01),
+        model_max_seq_len=positions,
+        cost=cost,
+        static_shapes=bool(cfg.get("compile", False)) or str(cfg.get("device")) == "cuda",
+    )
+    taken, reason = choose(options, 0.0 if cost is None else cost.error)
+    lines += ["", *option_lines(options, taken)]
+    if cost is not None:
+        lines.append(
+            f"time/padded: predicted time of an epoch over that of padded batches of "
+            f"{padded_batch_size},\n    from one layer on {cfg.get('device', 'cpu')} with "
+            f"{cost.backend} attention; within {100 * cost.error:.0f} % on the "
+            f"{len(cost.points)} measured points"
+        )
+    if taken is not None:
+        lines.append(f"would take: {taken.strategy}, max_seq_len={taken.max_seq_len}")
+    lines += textwrap.wrap(
+        f"because: {reason}", 80, initial_indent="    ", subsequent_indent="    "
+    )
+
+    facts = {
+        "stats": dataset.stats.as_dict(),
+        "waiting": waiting(
+            dataset.plan.attention_cost,
+            gradient_accumulation_steps=accumulation,
+            world_size=world_size,
+            **order,
+        ),
+        "effective_batch": effective_batch(dataset, packs_per_step),
+        "packs_per_step": packs_per_step,
+        "options": [option.as_dict() for option in options],
+        "taken": None if taken is None else taken.as_dict(),
+        "reason": reason,
+        "cost_model": None if cost is None else cost.as_dict(),
+    }
+
+    default = f"{cfg.output_dir}/packing" if "output_dir" in cfg else "packing"
+    folder = cfg.get("figures_dir", default)
+    if folder is not None:
+        from torchtune_packing.plots import save_figures
+
+        files = save_figures(dataset, folder, padded_batch_size=padded_batch_size)
+        facts["figures"] = [str(file) for file in files]
+        lines.append(f"figures: {folder}/*.png")
+    try:
+        check_token_loss(dataset, cfg.get("max_token_loss", 0.01))
+    except ValueError as error:
+        facts["training_would_stop"] = str(error)
+        lines.append(f"training would stop: {error}")
+    return facts, lines
+
+
+@config.parse
+def main(cfg: DictConfig) -> int:
+    """Packs the data of a config and shows what came of it."""
+    with preflight.explained():
+        facts, lines = pack(cfg)
+    if facts:  # the first process of a launcher
+        print(json.dumps(facts) if cfg.get("json", False) else "\n".join(lines), flush=True)
+    return 1 if "training_would_stop" in facts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

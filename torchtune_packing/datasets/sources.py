@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
+from torchtune_packing.datasets.truncation import with_exact_truncation
+
 __all__ = ["check_source", "component", "load_source", "named_files", "source_nodes"]
 
 
@@ -91,6 +93,7 @@ def load_source(nodes: Sequence[Any], tokenizer: Any) -> Any:
     Raises:
         ValueError: a builder failed; the message names it and what it choked on.
     """
+    tokenizer = with_exact_truncation(tokenizer)
     built = [_load(node, tokenizer) if isinstance(node, Mapping) else node for node in nodes]
     return built[0] if len(built) == 1 else ConcatDataset(built)
 

@@ -21,6 +21,7 @@ from torchtune import config
 from torchtune_packing.accounting import accounting_lines, check_token_loss
 from torchtune_packing.dataset import PackedDataset
 from torchtune_packing.datasets.sources import check_source
+from torchtune_packing.datasets.truncation import with_exact_truncation
 from torchtune_packing.loss import LossRows, Reduction, loss_rows
 from torchtune_packing.sampler import StepSampler
 from torchtune_packing.store import TokenStore
@@ -109,6 +110,7 @@ def open_dataset(node: DictConfig, tokenizer: Any) -> PackedDataset | SampleData
     """
     if str(node.get("_component_", "")).rsplit(".", 1)[-1] != "packed_dataset":
         check_source(OmegaConf.to_container(node, resolve=True))
+        tokenizer = with_exact_truncation(tokenizer)
     dataset = config.instantiate(node, tokenizer)
     if isinstance(dataset, (PackedDataset, SampleDataset)):
         return dataset

@@ -44,7 +44,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 
 docs: $(DEV_STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 model: $(MODEL)/config.json
 

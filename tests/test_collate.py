@@ -1,6 +1,7 @@
 """collate_packed: keys, padding, targets, the choice of the mask, loader workers, bad input."""
 
 import pickle
+import warnings
 from functools import partial
 
 import numpy as np
@@ -104,10 +105,13 @@ def test_lists_and_arrays_give_the_same_batch_as_tensors() -> None:
     expected = collate_packed(rows, mask=None)
     lists = [{key: value.tolist() for key, value in row.items()} for row in rows]
     arrays = [{key: value.numpy().astype(np.int32) for key, value in row.items()} for row in rows]
-    for array in arrays:
-        array["tokens"].flags.writeable = False  # as a memory-mapped store gives them
-    for given in (lists, arrays, [{**row, "extra": object()} for row in lists]):
-        batch = collate_packed(given, mask=None)
+    frozen = [{key: value.numpy().copy() for key, value in row.items()} for row in rows]
+    for array in frozen:
+        array["tokens"].flags.writeable = False  # torch warns when it shares such memory
+    for given in (lists, arrays, frozen, [{**row, "extra": object()} for row in lists]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            batch = collate_packed(given, mask=None)
         assert all(torch.equal(batch[key], expected[key]) for key in expected)
 
 

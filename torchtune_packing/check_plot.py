@@ -22,7 +22,7 @@ def draw_attention_pattern(
     """Draws which positions of a pack moved when the token at one position was replaced.
 
     One stripe for every probe. Blue: the position moved and should; red: it moved and must not;
-    white inside a triangle: it did not move and should have. The triangles are the documents.
+    orange: it did not move and should have. The triangles are the documents.
 
     Args:
         moved: bool ``[p, s]``, whether position q moved with probe p.
@@ -35,7 +35,7 @@ def draw_attention_pattern(
     s = moved.shape[1]
     picture = np.ones((s, s, 3))
     starts = np.asarray(bounds)
-    half = max(1, s // 200)  # a stripe is drawn wide enough to be seen
+    half = s // 200  # a stripe is drawn wide enough to be seen
     for row, k in zip(moved, probes, strict=True):
         after = int(np.searchsorted(starts, k, side="right"))
         begin = int(starts[after - 1]) if after else 0
@@ -45,6 +45,7 @@ def draw_attention_pattern(
         columns = slice(max(begin, k - half), min(stop, k + half + 1))
         picture[row & allowed, columns] = (0.16, 0.42, 0.75)
         picture[row & ~allowed, columns] = (0.85, 0.15, 0.15)
+        picture[~row & allowed, columns] = (0.95, 0.65, 0.15)
     figure = Figure(figsize=(6.4, 6.6), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(picture, interpolation="nearest", extent=(0, s, s, 0))
@@ -54,5 +55,5 @@ def draw_attention_pattern(
         )
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("position whose token was replaced")
-    axes.set_ylabel("position that moved (blue: its own document, red: leak)")
+    axes.set_ylabel("position that moved (blue: as it should, red: leak, orange: blind)")
     figure.savefig(path, dpi=120)

@@ -222,16 +222,18 @@ def _first_leak(
 
 
 class _KernelsSeen(TorchDispatchMode):
-    """Notes which attention operators torch really dispatches."""
+    """Notes which attention operators torch really dispatches in each layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.layer = ""
+        self.names: dict[str, set[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.name()) if hasattr(func, "name") else str(func)
         if "attention" in name or "attn" in name:
-            self.names.add(name.split("::")[-1].split(".")[0].strip("_"))
+            kernel = name.split("::")[-1].split(".")[0].strip("_")
+            self.names.setdefault(self.layer, set()).add(kernel)
         return func(*args, **(kwargs or {}))
 
 
@@ -255,22 +257,28 @@ def check_backend(
 
         def note_mask(name: str, kwargs: dict[str, Any]) -> None:
             masks[name] = id(kwargs.get("mask"))
+            kernels.layer = name
 
         with _layer_hooks(forward.model, pre=note_mask), kernels:
             _packed_hidden(forward, micro_batch)
     ran = attention.describe_layers()
     wanted = attention.backend if asked == "auto" else asked
     others = {name: backend for name, backend in ran.items() if backend != wanted}
+    seen = {name: ", ".join(sorted(kernels.names.get(name, set()))) for name in ran}
+    differing = [name for name in ran if seen[name] != next(iter(seen.values()))]
+    passed = not others and not differing and len(set(masks.values())) <= 1
     note = ""
     if others:
         name, backend = next(iter(others.items()))
         note = f"{name} ran {backend} where {wanted} was wanted ({attention.reason})."
     elif len(set(masks.values())) > 1:
         note = "The layers were not all called with the one mask of the batch."
-    elif kernels.names:
-        note = f"Kernels seen: {', '.join(sorted(kernels.names))}."
-    passed = not others and len(set(masks.values())) <= 1
-    good = f"{wanted} in {len(ran) - len(others)}"
+    elif differing:
+        name, first = differing[0], next(iter(seen))
+        note = f"{name} really ran {seen[name] or 'no kernel'}, {first} ran {seen[first]}."
+    elif any(seen.values()):
+        note = f"Kernel seen in every layer: {next(iter(seen.values()))}."
+    good = f"{wanted} in {len(ran) - len(others.keys() | set(differing))}"
     return Line("backend of the layers", good, f"of {len(ran)}", passed, note)
 
 

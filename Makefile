@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  := models/SmolLM2-135M-Instruct
 OUT    := runs/smollm2_135M_full
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Twice quiet: errors are shown, warnings about how dependencies declare theirs are not.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet -c constraints.txt
 # Stamps: newer than pyproject.toml and constraints.txt means there is nothing to install.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev

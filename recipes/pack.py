@@ -69,15 +69,20 @@ def check(cfg: DictConfig) -> None:
 
 
 def cost_model(cfg: DictConfig, longest: int) -> tuple[CostModel | None, int | None]:
-    """Measures a layer of the config's model; also the model's positions. (None, None) without."""
+    """Measures a layer of the config's model; also the model's positions.
+
+    Without a model there is neither, without the config's device no measurement: a login node says
+    nothing about the GPU of another.
+    """
     if "model" not in cfg:
         return None, None
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     positions = getattr(model, "max_seq_len", None)
-    if not cfg.get("predict_time", True):
-        return None, positions
     device = torch.device(cfg.get("device", "cpu"))
+    is_here = device.type == "cpu" or torch.cuda.is_available()
+    if not cfg.get("predict_time", True) or not is_here:
+        return None, positions
     cost = measure(
         layer_shape(model),
         device=device,
@@ -146,6 +151,8 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
             f"{cost.backend} attention; within {100 * cost.error:.0f} % on the "
             f"{len(cost.points)} measured points"
         )
+    elif "model" in cfg and cfg.get("predict_time", True):
+        lines.append(f"no time predicted: this machine has no {cfg.device}")
     if taken is not None:
         lines.append(f"would take: {taken.strategy}, max_seq_len={taken.max_seq_len}")
     lines += textwrap.wrap(

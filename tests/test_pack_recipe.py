@@ -169,6 +169,15 @@ def test_what_training_would_refuse_is_shown_and_named(tmp_path: Path) -> None:
     assert "max_token_loss" in facts["training_would_stop"]
 
 
+def test_no_time_is_predicted_for_a_device_that_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    facts, text = run(tmp_path, device="cuda", figures_dir=None)
+    assert facts["cost_model"] is None and facts["taken"] is not None
+    assert "no time predicted: this machine has no cuda" in text
+
+
 def test_bad_configs_are_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, max_seq_len=64, dataset={"_component_": "tests.tiny.Sums"})
     config.pop("tokenizer")

@@ -82,6 +82,15 @@ def test_masks_are_of_the_backends_kind() -> None:
     assert torch.equal(mask, BATCH.mask)
 
 
+def test_slots_and_the_longest_length_grow_in_powers_of_two_and_never_shrink() -> None:
+    attn = install_attention(tiny("llama3"), "varlen", **CPU)
+    seen = []
+    for row in ([40], [700, 68], [1] * 33 + [7], [3, 3]):
+        layout = attn.prepare(torch.tensor([row]), sum(row))
+        seen.append((layout.cu_seqlens.numel() - 1, layout.max_seqlen))
+    assert seen == [(32, 512), (32, 1024), (64, 1024), (64, 1024)]
+
+
 # A CUDA device is named although there is none: facts about it and the trial are given.
 
 

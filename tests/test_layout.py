@@ -28,6 +28,11 @@ def test_a_full_row_has_no_padding_tail() -> None:
     assert layout.lengths == [4, 2]
 
 
+def test_the_bound_on_lengths_is_taken_over() -> None:
+    layout = DocumentLayout.from_seq_lens(torch.tensor([[4, 2]]), 6, max_seqlen=4)
+    assert layout.max_seqlen == 4
+
+
 def test_slots_fix_the_shapes() -> None:
     few = DocumentLayout.from_seq_lens(torch.tensor([[6]]), 6, num_slots=4)
     many = DocumentLayout.from_seq_lens(torch.tensor([[1, 2, 2, 1]]), 6, num_slots=4)
@@ -44,6 +49,7 @@ def test_slots_fix_the_shapes() -> None:
         (torch.tensor([3, 3]), {}, "integer tensor \\[b, d\\]"),
         (torch.tensor([[3.0, 3.0]]), {}, "integer tensor"),
         (torch.tensor([[3, 3]]), {"num_slots": 1}, "num_slots = 1"),
+        (torch.tensor([[4, 2]]), {"max_seqlen": 3}, "max_seqlen = 3 is less than .*, 4"),
     ],
 )
 def test_wrong_seq_lens_are_named(seq_lens, kwargs, message) -> None:

@@ -79,6 +79,7 @@ class InstalledAttention:
         self.device = device
         self._layers: dict[str, Any] = dict(layers)
         self._num_slots = 32
+        self._max_seqlen = 512
 
     def prepare(
         self, seq_lens: torch.Tensor, s: int, *, real_lengths: torch.Tensor | None = None
@@ -100,15 +101,19 @@ class InstalledAttention:
                 would be too large.
         """
         if self.backend in ("varlen", "flash_attn"):
-            # Slots grow in powers of two, so compiled code meets a handful of shapes at most.
+            # Both grow in powers of two and never shrink, so compiled code meets few of them.
             while self._num_slots < seq_lens.shape[1]:
                 self._num_slots *= 2
+            longest = int(seq_lens.max()) if seq_lens.device.type == "cpu" else s
+            while self._max_seqlen < longest:
+                self._max_seqlen *= 2
             return DocumentLayout.from_seq_lens(
                 seq_lens,
                 s,
                 device=self.device,
                 real_lengths=real_lengths,
                 num_slots=self._num_slots,
+                max_seqlen=self._max_seqlen,
             )
         if self.device.type == "cuda" and seq_lens.device.type == "cpu":
             seq_lens = seq_lens.pin_memory()

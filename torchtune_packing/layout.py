@@ -35,8 +35,8 @@ class DocumentLayout:
             rows laid end to end. Length 0 for an empty slot and for what is known to be padding.
         batch_size: b.
         seq_len: s.
-        max_seqlen: an upper bound on the length of a document. It is s, and not the longest
-            document, so that it never changes from batch to batch.
+        max_seqlen: an upper bound on the length of a document. Compiled code may depend on it, so
+            it is meant to stay the same from batch to batch.
     """
 
     seq_lens: torch.Tensor
@@ -53,13 +53,14 @@ class DocumentLayout:
         spans: torch.Tensor,
         *,
         seq_len: int,
+        max_seqlen: int,
     ) -> None:
         self.seq_lens = seq_lens
         self.cu_seqlens = cu_seqlens
         self.spans = spans
         self.batch_size = seq_lens.shape[0]
         self.seq_len = seq_len
-        self.max_seqlen = seq_len
+        self.max_seqlen = max_seqlen
 
     @classmethod
     def from_seq_lens(
@@ -70,6 +71,7 @@ class DocumentLayout:
         device: torch.device | str = "cpu",
         real_lengths: torch.Tensor | None = None,
         num_slots: int | None = None,
+        max_seqlen: int | None = None,
     ) -> DocumentLayout:
         """Builds the layout of a batch from the lengths of its documents.
 
@@ -82,6 +84,9 @@ class DocumentLayout:
                 are padding: their spans get length 0, and kernels that honour that leave them out.
             num_slots: slots for documents per row, at least d. A fixed number keeps the shapes
                 the same from batch to batch.
+            max_seqlen: upper bound on the length of a document, padding tail included; None for s.
+                Kernels start work for that many positions of every slot, so a bound close to the
+                longest document saves them idle blocks.
 
         Returns:
             The layout.
@@ -110,6 +115,12 @@ class DocumentLayout:
         slots = d if num_slots is None else num_slots
         if slots < d:
             raise ValueError(f"num_slots = {slots} is less than the {d} slots that seq_lens has")
+        if max_seqlen is None:
+            max_seqlen = s
+        elif max_seqlen < int(lengths.max()):
+            raise ValueError(
+                f"max_seqlen = {max_seqlen} is less than the longest document, {int(lengths.max())}"
+            )
         if slots > d:
             lengths = torch.nn.functional.pad(lengths, (0, slots - d))
         flat = lengths.flatten()
@@ -125,7 +136,7 @@ class DocumentLayout:
             cu = cu.pin_memory().to(device, non_blocking=True)
         elif device.type != "cpu":
             cu = cu.to(device)
-        return cls(lengths, cu, spans, seq_len=s)
+        return cls(lengths, cu, spans, seq_len=s, max_seqlen=max_seqlen)
 
     @property
     def lengths(self) -> list[int]:

@@ -277,7 +277,7 @@ def check_backend(
         name, first = differing[0], next(iter(seen))
         note = f"{name} really ran {seen[name] or 'no kernel'}, {first} ran {seen[first]}."
     elif any(seen.values()):
-        note = f"Kernel seen in every layer: {next(iter(seen.values()))}."
+        note = f"Kernels seen: {next(iter(seen.values()))}."
     good = f"{wanted} in {len(ran) - len(others.keys() | set(differing))}"
     return Line("backend of the layers", good, f"of {len(ran)}", passed, note)
 

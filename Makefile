@@ -71,7 +71,7 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 # The folder appears whole or not at all, so one file of it stands for all. No stamp among the
 # prerequisites: a newer installation does not make the model old.
 $(MODEL)/config.json: | $(VENV)/bin/python
-	@$(MAKE) --no-print-directory $(RUN_STAMP)
+	@$(MAKE) --silent --no-print-directory $(RUN_STAMP)
 	$(BIN)/python -m torchtune_packing.models.smollm2.download $(MODEL)
 
 clean:

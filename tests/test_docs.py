@@ -94,12 +94,11 @@ def check_tune_run(words: list[str], copies: set[str]) -> None:
     place = words.index("--config") + 1
     name, overrides = words[place], words[place + 1 :]
     assert all("=" in word for word in overrides), overrides
-    if not name.startswith("configs/"):  # the reader's own, or torchtune's
+    if not name.startswith("configs/"):  # the reader's own
         return
-    given = OmegaConf.from_dotlist(overrides)
-    if "dataset_val" in given and given.dataset_val is None:
-        given.dataset_val = None
-    cfg = OmegaConf.merge(OmegaConf.load(REPO / name), given)
+    cfg = OmegaConf.merge(OmegaConf.load(REPO / name), OmegaConf.from_dotlist(overrides))
+    if not script.endswith(".py"):  # a recipe of torchtune's, which has other keys
+        return
     known = preflight.COMMON_KEYS | preflight.LORA_KEYS | OWN_KEYS
     problems = list(preflight.unknown_keys(OmegaConf.to_container(cfg, resolve=False), known))
     problems += preflight.dataset_problems(cfg)

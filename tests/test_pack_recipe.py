@@ -144,7 +144,7 @@ def test_the_recipe_shows_the_accounting_options_and_figures(tmp_path: Path) -> 
     assert facts["stats"] == ds.stats.as_dict()
     assert facts["packs_per_step"] == 4
     assert [o["packs"] for o in facts["options"]][2] == len(ds)
-    assert facts["taken"]["relative_time"] < 1
+    assert facts["taken"]["relative_time"] > 0
     assert "documents in" in text and "would take: " in text
     assert max(map(len, text.splitlines())) <= max(80, len(str(tmp_path)) + 40)
     assert (tmp_path / "out" / "packing" / "batch.png").is_file()

@@ -7,7 +7,6 @@ that the trained targets are counted before the first backward.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -123,7 +122,7 @@ def fingerprint(dataset: PackedDataset | SampleDataset) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "documents": len(store),
         "tokens": int(store.offsets[-1]),
-        "content": _checksum(store.seq_lens, store.tokens, store.labels),
+        "content": store.checksum,
     }
     if isinstance(dataset, PackedDataset):
         for name in (
@@ -136,13 +135,6 @@ def fingerprint(dataset: PackedDataset | SampleDataset) -> dict[str, Any]:
         ):
             facts[name] = getattr(dataset, name)
     return facts
-
-
-def _checksum(*arrays: np.ndarray) -> int:
-    value = 0
-    for array in arrays:
-        value = zlib.crc32(np.ascontiguousarray(array).data, value)
-    return value
 
 
 class TrainingData:

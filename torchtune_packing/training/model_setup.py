@@ -247,13 +247,16 @@ def build_scheduler(
     """
     if cfg_scheduler is None:
         return None
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     scheduler = config.instantiate(cfg_scheduler, optimizer, num_training_steps=num_training_steps)
     if state is not None:
         scheduler.load_state_dict(dict(state))
         # Building the schedule set the rates of step 0; put back those that were restored.
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers hold it in a tensor
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
     return scheduler
 
 

@@ -32,7 +32,7 @@ from torchtune_packing.training.example import ShownExample, greedy_tokens
 from torchtune_packing.training.metrics import StepMeter
 from torchtune_packing.training.report import check_finite, final_report
 from torchtune_packing.training.run import Run
-from torchtune_packing.training.step import PackedForward, update_weights
+from torchtune_packing.training.step import PackedForward, accumulate_gradients, update_weights
 from torchtune_packing.training.stop import StopRequest
 
 quiet.silence_dependencies()
@@ -134,20 +134,14 @@ class FullFinetuneRecipe:
         )
 
     def train_step(self, step: Step) -> None:
-        """One optimizer step: its micro-batches one after the other, then one update."""
-        divisor = max(step.counts.divisor, 1)  # over all micro-batches and ranks
-        loss_sum = 0.0
-        for micro_batch, rows in step:
-            loss = self.forward.loss(micro_batch, rows)  # makes the mask, on the device
-            with self.meter.phase("backward"):
-                # FSDP averages gradients over the ranks; the divisor is that of all ranks already.
-                (loss * (self.run.ranks.world_size / divisor)).backward()
-            loss_sum += loss.item()
-        values = {
-            "loss": self.run.ranks.sum(loss_sum)[0] / divisor,
-            "lr": float(training.get_lr(self.optimizer)),
-        }
-        check_finite(values["loss"], step.position, self.data)
+        """One optimizer step: its micro-batches one after the other, then one update.
+
+        `self.forward.loss` makes the mask of a micro-batch on the device and gives the summed loss
+        of its trained rows; put your own in its place to change the loss.
+        """
+        loss = accumulate_gradients(step, self.forward.loss, ranks=self.run.ranks, meter=self.meter)
+        check_finite(loss, step.position, self.data)
+        values = {"loss": loss, "lr": float(training.get_lr(self.optimizer))}
         with self.meter.phase("optimizer"):
             values |= update_weights(
                 self.model,

@@ -25,7 +25,7 @@ from torchtune_packing.training.example import ShownExample, greedy_tokens
 from torchtune_packing.training.metrics import StepMeter
 from torchtune_packing.training.report import check_finite, final_report
 from torchtune_packing.training.run import Run
-from torchtune_packing.training.step import PackedForward, update_weights
+from torchtune_packing.training.step import PackedForward, accumulate_gradients, update_weights
 from torchtune_packing.training.stop import StopRequest
 
 quiet.silence_dependencies()
@@ -140,18 +140,9 @@ class LoRAFinetuneRecipe:
 
     def train_step(self, step: Step) -> None:
         """One optimizer step: its micro-batches one after the other, then one update."""
-        divisor = max(step.counts.divisor, 1)  # of all ranks and micro-batches
-        loss_sum = 0.0
-        for micro_batch, rows in step:
-            loss = self.forward.loss(micro_batch, rows)
-            with self.meter.phase("backward"):  # FSDP averages over the ranks
-                (loss * (self.run.ranks.world_size / divisor)).backward()
-            loss_sum += loss.item()
-        values = {
-            "loss": self.run.ranks.sum(loss_sum)[0] / divisor,
-            "lr": float(training.get_lr(self.optimizer)),
-        }
-        check_finite(values["loss"], step.position, self.data)
+        loss = accumulate_gradients(step, self.forward.loss, ranks=self.run.ranks, meter=self.meter)
+        check_finite(loss, step.position, self.data)
+        values = {"loss": loss, "lr": float(training.get_lr(self.optimizer))}
         with self.meter.phase("optimizer"):
             values |= update_weights(
                 self.model,

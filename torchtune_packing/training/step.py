@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,8 +13,12 @@ from torchtune_packing.attention import InstalledAttention
 from torchtune_packing.loss import LossRows, TrainedRows, sum_cross_entropy
 from torchtune_packing.training.loading import MicroBatch
 from torchtune_packing.training.metrics import StepMeter
+from torchtune_packing.training.parallel import Ranks
 
-__all__ = ["PackedForward", "update_weights"]
+if TYPE_CHECKING:
+    from torchtune_packing.training.data import Step
+
+__all__ = ["PackedForward", "accumulate_gradients", "update_weights"]
 
 
 class PackedForward:
@@ -89,6 +94,39 @@ class PackedForward:
         rows = rows.to(self.attention.device)
         with self._phase("forward"):
             return sum_cross_entropy(logits, rows.targets, rows.weights)
+
+
+def accumulate_gradients(
+    step: Step,
+    loss_of: Callable[[MicroBatch, LossRows], torch.Tensor],
+    *,
+    ranks: Ranks,
+    meter: StepMeter,
+) -> float:
+    """Runs the micro-batches of a step one after the other, forward and backward.
+
+    Each summed loss is divided by the one count of the whole step before its backward, so that the
+    gradients add up to those of a single batch of all documents of all ranks.
+
+    Args:
+        step: micro-batches and the counts of all ranks.
+        loss_of: summed loss of a micro-batch over its trained rows (:meth:`PackedForward.loss`, or
+            your own).
+        ranks: the processes of the run.
+        meter: times the backward.
+
+    Returns:
+        The loss of the step, the same on every rank; 0.0 when nothing in it is trained.
+    """
+    divisor = max(step.counts.divisor, 1)
+    loss_sum = 0.0
+    for micro_batch, rows in step:
+        loss = loss_of(micro_batch, rows)
+        with meter.phase("backward"):
+            # FSDP averages gradients over the ranks; the divisor is that of all ranks already.
+            (loss * (ranks.world_size / divisor)).backward()
+        loss_sum += loss.item()
+    return ranks.sum(loss_sum)[0] / divisor
 
 
 def update_weights(

@@ -146,8 +146,8 @@ def timed(run: Callable[[], PackPlan], repeats: int) -> tuple[list[float], PackP
     return seconds, plan
 
 
-def on_our_own(scale: float, repeats: int) -> list[dict[str, Any]]:
-    """Larger sets, longer packs and the other strategies."""
+def on_our_own(scale: float, repeats: int, memory: bool) -> list[dict[str, Any]]:
+    """Larger sets, longer packs and the other strategies; with peak memory, which takes longer."""
     million = int(1_000_000 * scale)
     short, long = {}, {"median": 20_000, "sigma": 1.0, "longest": LONG_PACK}
     cases = [
@@ -163,10 +163,12 @@ def on_our_own(scale: float, repeats: int) -> list[dict[str, Any]]:
     for n, shape, pack, arguments in cases:
         lengths = log_normal(n, **shape)
         seconds, plan = timed(partial(plan_packs, lengths, max_seq_len=pack, **arguments), repeats)
-        tracemalloc.start()
-        plan_packs(lengths, max_seq_len=pack, **arguments)
-        peak = tracemalloc.get_traced_memory()[1] / n
-        tracemalloc.stop()
+        peak = None
+        if memory:
+            tracemalloc.start()
+            plan_packs(lengths, max_seq_len=pack, **arguments)
+            peak = tracemalloc.get_traced_memory()[1] / n
+            tracemalloc.stop()
         label = "split" if "split_across_pack" in arguments else plan.strategy
         found, distinct = spread(seconds), len(np.unique(lengths))
         rows.append(
@@ -179,7 +181,7 @@ def on_our_own(scale: float, repeats: int) -> list[dict[str, Any]]:
                 f"{found['min']:.3f}-{found['max']:.3f}",
                 f"{len(plan):,}",
                 f"{plan.fill:.5f}",
-                f"{peak:.0f}",
+                f"{peak:.0f}" if memory else "-",
             ]
         )
         results.append(
@@ -224,7 +226,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     n, few = (100_000, 5_000) if quick else (2_000_000, 100_000)
     peers = beside_peers(n, few, repeats=3)
-    own = on_our_own(0.02 if quick else 1.0, repeats=3)
+    own = on_our_own(0.02 if quick else 1.0, repeats=3, memory=not quick)
     finish("planning", {"quick": quick, **peers, "own": own, "growth": growth(repeats=5)})
 
 

@@ -119,7 +119,6 @@ def lognormal(count: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_resume_at_every_step_gives_the_rest_of_the_epoch(accumulation: int) -> None:
-    # 37 samples in a budget that leaves a last step which takes from the batches before it.
     build = partial(
         TokenBatchSampler,
         lognormal(37),
@@ -138,6 +137,17 @@ def test_resume_at_every_step_gives_the_rest_of_the_epoch(accumulation: int) -> 
         resumed.set_epoch(2, packs_consumed=step * size)
         assert list(resumed) == batches[step * accumulation :]
         assert resumed.num_steps == len(batches) // accumulation - step
+
+
+def test_resume_before_a_last_step_that_takes_from_the_step_before() -> None:
+    # Four batches of five samples, and a sample alone: it cannot be cut, so the step before gives.
+    build = partial(TokenBatchSampler, [1] * 20 + [5], max_tokens=5, world_size=4, shuffle=False)
+    for rank in range(4):
+        whole = list(build(rank=rank))
+        assert len(whole) == 2
+        resumed = build(rank=rank)
+        resumed.set_epoch(0, packs_consumed=4)
+        assert list(resumed) == whole[1:]
 
 
 def test_resume_on_another_number_of_ranks_goes_through_the_same_batches() -> None:

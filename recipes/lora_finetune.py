@@ -21,7 +21,7 @@ from torchtune_packing.attention import install_attention
 from torchtune_packing.training import adapter, checkpoint, model_setup, preflight
 from torchtune_packing.training.data import Position, Step, TrainingData
 from torchtune_packing.training.evaluate import evaluate
-from torchtune_packing.training.example import ShownExample, greedy_tokens
+from torchtune_packing.training.example import ShownExample
 from torchtune_packing.training.metrics import StepMeter
 from torchtune_packing.training.report import check_finite, final_report
 from torchtune_packing.training.run import Run
@@ -107,7 +107,7 @@ class LoRAFinetuneRecipe:
         run, stop, folder = self.run, StopRequest(), None
         if self.position.step == 0:
             self.loss_before = self.validate()
-            self.example.write("before training", self.answer)
+            self.example.write("before training", self.forward, run.ranks)
         self.meter = StepMeter(
             run.ranks,
             total_steps=self.data.total_steps,
@@ -134,7 +134,7 @@ class LoRAFinetuneRecipe:
         if self.cfg.get("save_merged_weights", False):
             self.save_merged(folder / "merged")
         loss_after = self.validate()
-        self.example.write("after training", self.answer)
+        self.example.write("after training", self.forward, run.ranks)
         losses = (self.loss_before, loss_after)
         return final_report(run, self.meter.summary(), losses, self.example, folder)
 
@@ -157,11 +157,6 @@ class LoRAFinetuneRecipe:
         """Loss over every document of the validation set, once; None without a set."""
         reduction = self.cfg.get("loss_reduction", "token")
         return evaluate(self.forward, self.data.validation_loader(), self.run.ranks, reduction)
-
-    def answer(self, prompt: list[int]) -> list[int]:
-        """What the model writes after a prompt."""
-        stop_tokens = self.data.tokenizer.stop_tokens
-        return greedy_tokens(self.forward, prompt, ranks=self.run.ranks, stop_tokens=stop_tokens)
 
     def save_checkpoint(self) -> Path:
         """Saves the adapter in both formats, optimizer, schedule, random states and position."""

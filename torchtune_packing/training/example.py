@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,10 +90,12 @@ class ShownExample:
         self.texts["prompt"] = tokenizer.decode(self._prompt)
         self.texts["written by a person"] = tokenizer.decode(tokens[first:])
 
-    def write(self, name: str, continue_prompt: Callable[[list[int]], list[int]]) -> None:
-        """Lets the model answer and keeps the text under ``name``."""
+    def write(self, name: str, forward: PackedForward, ranks: Ranks) -> None:
+        """Lets the model answer and keeps the text under ``name``; all ranks call it."""
         if self._prompt:
-            self.texts[name] = self._tokenizer.decode(continue_prompt(self._prompt))
+            stop_tokens = self._tokenizer.stop_tokens
+            answer = greedy_tokens(forward, self._prompt, ranks=ranks, stop_tokens=stop_tokens)
+            self.texts[name] = self._tokenizer.decode(answer)
 
     def lines(self) -> list[str]:
         """The example for people, a heading and an indented text each."""

@@ -202,4 +202,5 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
+    preflight.require_config_file(sys.argv)
     sys.exit(main())

@@ -139,3 +139,35 @@ def test_explained_prints_one_line_and_exits_1(capsys: pytest.CaptureFixture[str
         raise ValueError("the thing is 3; make it 4.")
     assert caught.value.code == 1
     assert capsys.readouterr().err == "error: the thing is 3; make it 4.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "is no file; `python -m torchtune_packing ls`"), ("a: b: c\n", "is not YAML: mapping")],
+)
+def test_config_file_that_is_missing_or_no_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        preflight.require_config_file(["recipe.py", "--config", str(path)])
+    assert caught.value.code == 1
+    shown = capsys.readouterr().err
+    assert words in shown and str(path) in shown and shown.count("\n") == 1
+
+
+def test_sample_that_cannot_be_read_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    from torchtune_packing.store.ingest import SampleReadError
+
+    with pytest.raises(SystemExit), preflight.explained():
+        raise SampleReadError("reading sample 0 of the data set failed with KeyError: 'question'")
+    assert capsys.readouterr().err.startswith("error: reading sample 0")
+
+
+def test_refused_run_leaves_no_files_behind(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    run = Run.start(config, preflight.COMMON_KEYS)
+    run.close()
+    assert not Path(config.output_dir).exists()

@@ -11,9 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_packing.training.checkpoint import RunCheckpoints
+from torchtune_packing.training.refusals import explained, require_config_file
 
 __all__ = [
     "COMMON_KEYS",
@@ -32,6 +31,7 @@ __all__ = [
     "computes_bf16",
     "dataset_problems",
     "explained",
+    "require_config_file",
     "resolve_dtype",
     "unknown_keys",
 ]
@@ -67,23 +67,6 @@ _SHAPES = {
     "num_hidden_layers": lambda model: len(model.layers),
     "num_attention_heads": lambda model: model.num_heads,
 }
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turns a refusal during set-up into one sentence on stderr and exit code 1.
-
-    ``TORCHTUNE_PACKING_TRACEBACK=1`` shows the traceback instead. In a run of several processes
-    only the first one speaks, since all of them refuse alike.
-    """
-    try:
-        yield
-    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
-        if os.environ.get("TORCHTUNE_PACKING_TRACEBACK"):
-            raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
 
 
 def accumulation_steps(cfg: DictConfig, world_size: int) -> int:
@@ -296,6 +279,12 @@ def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
 
 def _resume(cfg: DictConfig) -> Iterator[str]:
     if cfg.get("output_dir", None) is None:
+        return
+    parent = Path(str(cfg.output_dir)).absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        yield f"`output_dir` is {cfg.output_dir}, but {parent} cannot be written; choose another."
         return
     newest = RunCheckpoints(str(cfg.output_dir)).latest()
     if cfg.get("resume_from_checkpoint", False):

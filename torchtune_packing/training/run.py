@@ -95,9 +95,6 @@ class Run:
             run.say(
                 "this CPU has no bf16 instructions and emulates them; dtype=fp32 is faster here"
             )
-        if ranks.is_first and cfg.get("metric_logger", None) is not None:
-            run._logger = config.instantiate(cfg.metric_logger)
-            run._logger.log_config(cfg)
         return run
 
     @property
@@ -122,6 +119,10 @@ class Run:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Hands numbers to the metric logger, on the first rank."""
+        if self._logger is None and self.ranks.is_first and self.cfg.get("metric_logger", None):
+            # Opened with the first numbers: a run that is refused leaves no files behind.
+            self._logger = config.instantiate(self.cfg.metric_logger)
+            self._logger.log_config(self.cfg)
         if self._logger is not None:
             self._logger.log_dict(values, step=step)
 

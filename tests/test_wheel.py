@@ -72,7 +72,7 @@ def test_recipe_of_the_wheel_and_a_copied_one_run(outside: tuple[Path, Path]) ->
             said = call([python, "-m", "torchtune_packing", "cp", "full_finetune", recipe], work)
             assert "tune run my_recipe.py --config" in said
             text = (work / recipe).read_text()
-            edited = text.replace('"loss": self.run', '"my_loss": 1.0, "loss": self.run', 1)
+            edited = text.replace('"loss": loss', '"my_loss": 1.0, "loss": loss', 1)
             assert edited != text
             (work / recipe).write_text(edited)
         call([*tune, recipe, "--config", f"{name}.yaml"], work)

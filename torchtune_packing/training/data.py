@@ -201,7 +201,7 @@ class TrainingData:
         return StepSampler(
             len(self.dataset),
             batch_size=cfg.batch_size,
-            balance=cfg.get("balance", True),
+            balance=cfg.get("balance", None),
             **common,
         )
 
@@ -236,7 +236,7 @@ class TrainingData:
             batch_size=self._run.cfg.batch_size,
             seed=self._run.seed,
             shuffle=self._run.cfg.get("shuffle", True),
-            balance=self._run.cfg.get("balance", True),
+            balance=self._run.cfg.get("balance", None),
         )
         return "\n".join([*block, line])
 

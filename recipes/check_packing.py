@@ -20,7 +20,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from torchtune_packing import quiet  # isort: skip  # first: silences what later imports would print
+from torchtune_packing import quiet
+
+quiet.silence_dependencies()  # before the imports below, which read its settings once
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
@@ -32,8 +34,6 @@ from torchtune_packing.training.check_data import Line
 from torchtune_packing.training.data import open_dataset
 from torchtune_packing.training.parallel import Ranks
 from torchtune_packing.training.step import PackedForward
-
-quiet.silence_dependencies()
 
 _NEEDED = ("model", "checkpointer", "tokenizer", "dataset", "device", "dtype")
 
@@ -78,7 +78,7 @@ class CheckPackingRecipe:
 
         tokenizer = config.instantiate(cfg.tokenizer)
         dataset = open_dataset(cfg.dataset, tokenizer)
-        padding_free = "collate_flattened" in str(cfg.get("collate_fn", ""))
+        padding_free = preflight.is_padding_free(cfg)
         preflight.check_data(dataset, None, padding_free=padding_free, key="dataset")
         self.batches = check_data.read_batches(
             dataset,

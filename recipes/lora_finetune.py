@@ -12,7 +12,9 @@ on from) and in PEFT's (to use elsewhere); `save_merged_weights: True` adds a pl
 import sys
 from pathlib import Path
 
-from torchtune_packing import quiet  # isort: skip  # first: silences what later imports would print
+from torchtune_packing import quiet
+
+quiet.silence_dependencies()  # before the imports below, which read its settings once
 
 from omegaconf import DictConfig
 from torchtune import config, training
@@ -27,8 +29,6 @@ from torchtune_packing.training.report import check_finite, final_report
 from torchtune_packing.training.run import Run
 from torchtune_packing.training.step import PackedForward, accumulate_gradients, update_weights
 from torchtune_packing.training.stop import StopRequest
-
-quiet.silence_dependencies()
 
 
 class LoRAFinetuneRecipe:

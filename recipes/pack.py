@@ -29,7 +29,9 @@ import sys
 import textwrap
 from typing import Any
 
-from torchtune_packing import quiet  # isort: skip  # first: silences what later imports would print
+from torchtune_packing import quiet
+
+quiet.silence_dependencies()  # before the imports below, which read its settings once
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -45,8 +47,6 @@ from torchtune_packing.cost_model import CostModel, layer_shape, measure
 from torchtune_packing.datasets.packed import build_store
 from torchtune_packing.pack_options import choose, option_lines, pack_options
 from torchtune_packing.training import preflight
-
-quiet.silence_dependencies()
 
 KEYS = frozenset(
     "max_seq_lens strategies padded_batch_size world_size figures_dir predict_time json".split()

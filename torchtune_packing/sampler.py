@@ -148,20 +148,12 @@ class StepSampler(Sampler[list[int]]):
         costs: Sequence[float] | npt.NDArray[Any] | None = None,
     ) -> None:
         self.num_packs = checked_count("num_packs", num_packs, "pass the length of the data set")
-        self.batch_size = _at_least_1("batch_size", batch_size)
-        self.gradient_accumulation_steps = _at_least_1(
+        self.batch_size = at_least_1("batch_size", batch_size)
+        self.gradient_accumulation_steps = at_least_1(
             "gradient_accumulation_steps", gradient_accumulation_steps
         )
-        self.world_size = _at_least_1("world_size", world_size)
-        self.rank = checked_count("rank", rank, "ranks count from 0")
-        if self.rank >= self.world_size:
-            raise ValueError(
-                f"rank is {rank}, but with world_size={world_size} ranks run from 0 to "
-                f"{self.world_size - 1}; pass torch.distributed's rank and world size"
-            )
-        self.seed = checked_count(
-            "seed", seed, "with several ranks, draw one on rank 0 and broadcast it to the others"
-        )
+        self.rank, self.world_size = checked_place(rank, world_size)
+        self.seed = checked_seed(seed)
         self.shuffle = bool(shuffle)
         self.balance = self.shuffle if balance is None else bool(balance)
         self.packs_per_step = self.batch_size * self.gradient_accumulation_steps * self.world_size
@@ -269,11 +261,31 @@ class StepSampler(Sampler[list[int]]):
         return packs[shares[0]]
 
 
-def _at_least_1(name: str, value: Any) -> int:
+def at_least_1(name: str, value: Any) -> int:
+    """The value as a plain int, or one clear sentence when it is no whole number from 1 up."""
     number = checked_count(name, value, "set it to 1 or more")
     if not number:
         raise ValueError(f"{name} is 0; set it to 1 or more")
     return number
+
+
+def checked_place(rank: Any, world_size: Any) -> tuple[int, int]:
+    """Rank and world size as plain ints, or one clear sentence when they cannot belong together."""
+    size = at_least_1("world_size", world_size)
+    number = checked_count("rank", rank, "ranks count from 0")
+    if number >= size:
+        raise ValueError(
+            f"rank is {rank}, but with world_size={world_size} ranks run from 0 to {size - 1}; "
+            "pass torch.distributed's rank and world size"
+        )
+    return number, size
+
+
+def checked_seed(seed: Any) -> int:
+    """The seed of an order as a plain int, or one clear sentence."""
+    return checked_count(
+        "seed", seed, "with several ranks, draw one on rank 0 and broadcast it to the others"
+    )
 
 
 def _checked_costs(costs: Any, num_packs: int) -> npt.NDArray[Any]:

@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 
 from torchtune_packing.plan import PackPlan, plan_packs
 from torchtune_packing.random_order import checked_count
-from torchtune_packing.sampler import balanced_shares
+from torchtune_packing.sampler import at_least_1, balanced_shares, checked_place, checked_seed
 
 __all__ = ["TokenBatchSampler"]
 
@@ -81,20 +81,12 @@ class TokenBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         balance: bool | None = None,
     ) -> None:
-        self.gradient_accumulation_steps = _at_least_1(
+        self.gradient_accumulation_steps = at_least_1(
             "gradient_accumulation_steps", gradient_accumulation_steps
         )
-        self.max_tokens = _at_least_1("max_tokens", max_tokens)
-        self.world_size = _at_least_1("world_size", world_size)
-        self.rank = checked_count("rank", rank, "ranks count from 0")
-        if self.rank >= self.world_size:
-            raise ValueError(
-                f"rank is {rank}, but with world_size={world_size} ranks run from 0 to "
-                f"{self.world_size - 1}; pass torch.distributed's rank and world size"
-            )
-        self.seed = checked_count(
-            "seed", seed, "with several ranks, draw one on rank 0 and broadcast it to the others"
-        )
+        self.max_tokens = at_least_1("max_tokens", max_tokens)
+        self.rank, self.world_size = checked_place(rank, world_size)
+        self.seed = checked_seed(seed)
         self.shuffle = bool(shuffle)
         self.balance = self.shuffle if balance is None else bool(balance)
         self.packs_per_step = self.gradient_accumulation_steps * self.world_size
@@ -231,13 +223,6 @@ class TokenBatchSampler(Sampler[list[int]]):
                 ).reshape(shape)
             for micro_step in shares:
                 yield batches[micro_step[self.rank]]
-
-
-def _at_least_1(name: str, value: Any) -> int:
-    number = checked_count(name, value, "set it to 1 or more")
-    if not number:
-        raise ValueError(f"{name} is 0; set it to 1 or more")
-    return number
 
 
 def _checked_lengths(lengths: Any, max_tokens: int) -> _Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,9 @@ def build_store(
     for node in nodes:
         check_source(node)
     shifted = settings.get("labels_are_shifted", False)
-    cache_key, fingerprint = settings.get("cache_key"), None
-    if cache_key is None:
-        cache_key, fingerprint = source_key(
-            nodes, tokenizer, labels_are_shifted=shifted, cache_dir=cache_dir
-        )
+    cache_key, fingerprint = _named_or_computed_key(
+        settings.get("cache_key"), nodes, tokenizer, cache_dir, labels_are_shifted=shifted
+    )
     return build_in_shards(
         cache_dir,
         cache_key,
@@ -148,6 +147,20 @@ def build_store(
         fingerprint=fingerprint,
         progress=progress,
     )
+
+
+def _named_or_computed_key(
+    cache_key: str | None,
+    nodes: list[Any],
+    tokenizer: Any,
+    cache_dir: str | Path,
+    *,
+    labels_are_shifted: bool,
+) -> tuple[str, Mapping[str, Any] | None]:
+    """The key of a store and what it was made of, which nobody knows of a key that a user gave."""
+    if cache_key is not None:
+        return cache_key, None
+    return source_key(nodes, tokenizer, labels_are_shifted=labels_are_shifted, cache_dir=cache_dir)
 
 
 def _store_or_source(
@@ -163,11 +176,9 @@ def _store_or_source(
     check_cache_arguments(cache_dir, cache_key)
     if cache_dir is None:
         return load_source(nodes, tokenizer)
-    fingerprint = None
-    if cache_key is None:
-        cache_key, fingerprint = source_key(
-            nodes, tokenizer, labels_are_shifted=labels_are_shifted, cache_dir=cache_dir
-        )
+    cache_key, fingerprint = _named_or_computed_key(
+        cache_key, nodes, tokenizer, cache_dir, labels_are_shifted=labels_are_shifted
+    )
     return open_or_build(
         cache_dir,
         cache_key,

@@ -180,7 +180,7 @@ def _write_meta(
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(aside)
+    sync_folder(aside)
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
@@ -189,14 +189,15 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     if folder.exists() or folder.is_symlink():
         os.rename(folder, old)
     os.rename(aside, folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
     else:
         old.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flushes the entries of a folder, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from torchtune_packing.store.files import sync_folder
+
 __all__ = ["RunCheckpoints", "read_facts", "read_state", "write_state", "write_weights"]
 
 STATE_JSON = "training_state.json"
@@ -94,7 +96,7 @@ class RunCheckpoints:
             shutil.rmtree(replaced)
         else:
             partial.rename(final)
-        _flush_folder(self.output_dir)
+        sync_folder(self.output_dir)
         if self.keep_last_n is not None:
             for old in self.all()[: -self.keep_last_n]:
                 shutil.rmtree(old)
@@ -108,20 +110,12 @@ class RunCheckpoints:
         return found
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    _flush_folder(folder)
+    sync_folder(folder)
 
 
 def write_state(folder: Path, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -89,11 +89,8 @@ class SampleDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """Tokens and labels (unshifted) of one document, int64 ``[n]``."""
-        begin, end = self.store.offsets[index], self.store.offsets[index + 1]
-        return {
-            "tokens": torch.from_numpy(self.store.tokens[begin:end].astype(np.int64)),  # type: ignore[typeddict-item]
-            "labels": torch.from_numpy(self.store.labels[begin:end].astype(np.int64)),  # type: ignore[typeddict-item]
-        }
+        document = self.store.document(index)
+        return {key: torch.from_numpy(found.astype(np.int64)) for key, found in document.items()}  # type: ignore[return-value]
 
     @property
     def longest(self) -> int:
@@ -160,7 +157,7 @@ class TrainingData:
         cfg, ranks = run.cfg, run.ranks
         self._run = run
         self._reduction: Reduction = cfg.get("loss_reduction", "token")
-        padding_free = "collate_flattened" in str(cfg.get("collate_fn", ""))
+        padding_free = preflight.is_padding_free(cfg)
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.dataset = open_dataset(cfg.dataset, self.tokenizer)
         preflight.check_data(

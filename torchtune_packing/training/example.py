@@ -81,8 +81,8 @@ class ShownExample:
             return
         store = dataset.store
         index = index % len(store)
-        begin, end = int(store.offsets[index]), int(store.offsets[index + 1])
-        tokens, labels = store.tokens[begin:end].tolist(), store.labels[begin:end].tolist()
+        document = store.document(index)
+        tokens, labels = document["tokens"].tolist(), document["labels"].tolist()
         first = next((t for t, label in enumerate(labels) if t and label != IGNORE_INDEX), None)
         if first is None:
             return

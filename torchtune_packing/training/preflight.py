@@ -31,6 +31,7 @@ __all__ = [
     "computes_bf16",
     "dataset_problems",
     "explained",
+    "is_padding_free",
     "require_config_file",
     "resolve_dtype",
     "unknown_keys",
@@ -156,10 +157,15 @@ def _device(cfg: DictConfig) -> Iterator[str]:
             yield "`enable_activation_offloading` needs enable_activation_checkpointing=True too."
 
 
+def is_padding_free(cfg: DictConfig) -> bool:
+    """Whether the config asks for padding-free batches of samples that nobody packed."""
+    return "collate_flattened" in str(cfg.get("collate_fn", ""))
+
+
 def dataset_problems(cfg: DictConfig) -> Iterator[str]:
     """Yields a sentence for everything that the nodes of the data sets cannot mean."""
     collate = str(cfg.get("collate_fn", None) or _COLLATES[0])
-    flattened = "collate_flattened" in collate
+    flattened = is_padding_free(cfg)
     if not collate.endswith(_COLLATES):
         yield f"`collate_fn` is {collate}; it must be torchtune_packing.{' or '.join(_COLLATES)}."
     sized = cfg.get("max_tokens", None) is not None

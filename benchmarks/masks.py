@@ -1,8 +1,10 @@
 """Building masks from document lengths, with torch's and torchtune's builders beside ours.
 
-Times are of one call, after one untimed call, in turns. Memory is what the process gains at its
-highest during one more call: the peak of its resident memory, reset before the call, less what it
-held then. The library's ``create_block_mask`` runs uncompiled, as torchtune 0.6.1 calls it.
+Times are of one call, after one untimed call. Ratios are taken in turns with the peers, each of
+which leaves cold caches behind; ours is timed back to back besides. Memory is what the process
+gains at its highest during one more call: the peak of its resident memory, reset before the call,
+less what it held then. The library's ``create_block_mask`` runs uncompiled, as torchtune 0.6.1
+calls it.
 
     python -m benchmarks.masks            peers up to 32,768 positions (about 12 GB, two minutes)
     python -m benchmarks.masks --quick    peers up to 8,192 positions
@@ -96,6 +98,7 @@ def measure(
     if with_peers:
         builders["torchtune_bool_mask"] = lambda: create_block_causal_mask(rows)
     seconds = interleaved(builders, repeats)
+    seconds["block_mask_alone"] = interleaved({"": builders["block_mask"]}, 20)[""]
     return seconds, {name: peak_megabytes(run) for name, run in builders.items()}
 
 
@@ -131,7 +134,8 @@ def main() -> None:
             [
                 f"{s:,}",
                 block_size,
-                _cell(ours, memory["block_mask"]),
+                _cell(seconds["block_mask_alone"], memory["block_mask"]),
+                f"{spread(ours)['median'] * 1e3:,.2f} ms",
                 _cell(library, memory.get("create_block_mask")),
                 _times(ours, library),
             ]
@@ -160,7 +164,7 @@ def main() -> None:
         )
     print_table(
         "BlockMask of one row",
-        ["positions", "block", "ours", "create_block_mask", "times"],
+        ["positions", "block", "ours", "in turn", "create_block_mask", "times"],
         flex_rows,
     )
     print_table(

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 
 from torchtune_packing.attention import install_attention
-from torchtune_packing.check_plot import draw_attention_pattern
+from torchtune_packing.plots import plot_attention_pattern
 from torchtune_packing.training import check, check_data, check_reference, model_setup, preflight
 from torchtune_packing.training.check_data import Line
 from torchtune_packing.training.data import open_dataset
@@ -49,6 +49,7 @@ class CheckPackingRecipe:
         missing = [key for key in _NEEDED if cfg.get(key, None) is None]
         if missing:
             raise ValueError(f"the config lacks {', '.join(missing)}; give the config of a run")
+        preflight.refuse(list(preflight.part_problems(cfg, _NEEDED)))
         # Compiled below, after the reference has run; logits in chunks would only be in the way.
         settings = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = OmegaConf.create({**settings, "compile": False, "num_output_chunks": None})
@@ -69,10 +70,7 @@ class CheckPackingRecipe:
                 f"check_packing runs in one process, and there are {self.ranks.world_size}; leave "
                 "--nproc_per_node out"
             )
-        if cfg.dtype == "auto":
-            self.dtype = preflight.resolve_dtype("auto", self.ranks.device)
-        else:
-            self.dtype = training.get_dtype(cfg.dtype, self.ranks.device)
+        self.dtype = preflight.resolve_dtype(cfg.dtype, self.ranks.device)
         seed = int(cfg.get("seed", None) or 0)
         training.set_seed(seed=seed)
 
@@ -146,13 +144,9 @@ class CheckPackingRecipe:
         self.output.mkdir(parents=True, exist_ok=True)
         figure = self.output / "check_packing.png"
         if self.pattern is not None:
-            draw_attention_pattern(
-                self.pattern.moved.numpy(),
-                self.pattern.probes,
-                self.pattern.bounds,
-                figure,
-                title="What one pack attends to; triangles: its documents",
-            )
+            plot_attention_pattern(
+                self.pattern.moved.numpy(), self.pattern.probes, self.pattern.bounds
+            ).savefig(figure)
             text.append(f"figure: {figure}")
         failed = [line.name for line in lines if not line.passed]
         text.append(

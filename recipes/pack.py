@@ -20,7 +20,7 @@ Keys of its own, to be given on the command line:
     world_size=8                 ranks of the training run, for waiting and steps
     figures_dir=<folder>         default: <output_dir>/packing; null draws nothing
     predict_time=False           measures nothing
-    json=True                    prints one JSON object and nothing else
+    --json                       prints one JSON object and nothing else (json=True does too)
 """
 
 import json
@@ -58,14 +58,13 @@ def check(cfg: DictConfig) -> None:
     known = preflight.COMMON_KEYS | preflight.LORA_KEYS | KEYS
     problems = list(preflight.unknown_keys(OmegaConf.to_container(cfg, resolve=False), known))
     problems += [f"`{key}` is missing." for key in ("tokenizer", "dataset") if key not in cfg]
-    problems += preflight.dataset_problems(cfg)
+    problems += preflight.part_problems(cfg, ("tokenizer", "dataset", "model"))
     if "packed_dataset" not in str(cfg.get("dataset", {}).get("_component_", "")):
         problems.append(
             "`dataset` is not packed; wrap it as `source` of "
             "torchtune_packing.datasets.packed_dataset."
         )
-    if problems:
-        raise ValueError("\n  - ".join(problems))
+    preflight.refuse(problems)
 
 
 def cost_model(cfg: DictConfig, longest: int) -> tuple[CostModel | None, int | None]:
@@ -202,5 +201,7 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
+    # torchtune's parser knows keys, not flags.
+    sys.argv = ["json=True" if argument == "--json" else argument for argument in sys.argv]
     preflight.require_config_file(sys.argv)
     sys.exit(main())

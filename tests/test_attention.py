@@ -169,7 +169,7 @@ def test_an_unknown_backend_is_answered_with_the_known_ones() -> None:
     ],
 )
 def test_what_the_cpu_cannot_do_is_refused_before_training(backend, reason) -> None:
-    with pytest.raises(ValueError, match=f"{reason}; choose another.*packed=False"):
+    with pytest.raises(ValueError, match=f"{reason}; set it to auto, or to sdpa.*packed=False"):
         install_attention(tiny("llama3"), backend, **CPU)
 
 

@@ -59,6 +59,18 @@ def test_every_loop_has_the_loss_of_single_documents(page: dict[str, Any]) -> No
         trained = int((batch["labels"] != -100).sum())
         expected = alone(page, [0, 1], lambda tokens: hf(tokens).logits)
         assert hf(**batch).loss.item() * trained == pytest.approx(expected, rel=1e-4)
+        # With boundaries, both packs as one row. (No kernel here reads the boundaries themselves.)
+        batch = page["collate_for_flash_attention"](packs)
+        assert batch["input_ids"].shape[0] == 1
+        assert hf(**batch).loss.item() * trained == pytest.approx(expected, rel=1e-4)
+        longest = max(len(pack["tokens"]) for pack in packs)
+        lengths = []
+        for pack in packs:
+            lengths += pack["seq_lens"].tolist()
+            lengths += [longest - len(pack["tokens"])] * (len(pack["tokens"]) < longest)
+        ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == ends
+        assert batch["max_length_q"] == batch["max_length_k"] == max(lengths)
     assert page["trainer"].state.global_step == 2
 
 

@@ -192,7 +192,7 @@ def test_json_from_the_command_line_and_a_sharded_build(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     OmegaConf.save(config, path)
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "--nproc_per_node", "2"]
-    arguments = ["json=True", "figures_dir=null", "predict_time=False"]
+    arguments = ["--json", "figures_dir=null", "predict_time=False"]
     done = subprocess.run(
         [*command, "recipes/pack.py", "--config", str(path), *arguments],
         cwd=REPO,

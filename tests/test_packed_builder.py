@@ -181,6 +181,17 @@ def test_B56_the_same_block_works_in_a_stock_torchtune_recipe() -> None:
     assert not batch["mask"][0, 3, :3].any()
 
 
+def test_columns_that_the_data_does_not_have_are_named_with_those_that_it_has(
+    questions: Path,
+) -> None:
+    node = INSTRUCT | {"data_files": str(questions), "column_map": {"input": "q", "output": "a"}}
+    with pytest.raises(ValueError) as caught:
+        build(node)
+    assert "asks its first sample for 'q'" in str(caught.value)
+    assert "the columns of the data are question, answer" in str(caught.value)
+    assert "dataset.source.column_map" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -192,8 +203,8 @@ def test_B56_the_same_block_works_in_a_stock_torchtune_recipe() -> None:
         ({"_component_": "torchtune.datasets.multimodal.the_cauldron_dataset"}, "multimodal"),
         ({"_component_": "torchtune.datasets.multimodal.vqa_dataset"}, "multimodal"),
         ({"_component_": "torchtune.datasets.PackedDataset"}, "packs already"),
-        ({"_component_": "torchtune.datasets.no_such"}, "no_such', which cannot be imported"),
-        ({"_component_": "no_such_module.x"}, "no_such_module.x', which cannot be imported"),
+        ({"_component_": "torchtune.datasets.no_such"}, "torchtune.datasets has no no_such"),
+        ({"_component_": "no_such_module.x"}, "no package no_such_module is installed"),
         ({"source": "json"}, r"the keys \['source'\] but no _component_"),
         (None, "dataset.source is None; give it a data set builder"),
         ([], r"dataset.source is \[\]; give it a data set builder"),

@@ -1,5 +1,6 @@
 """The recipes on data that nobody packed: rows without padding, by samples or by tokens."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,21 @@ def test_stop_and_resume_find_the_same_losses(tmp_path: Path) -> None:
     recipe.cleanup()
     run(OmegaConf.merge(cfg, {"resume_from_checkpoint": True}))
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_B43_loss_that_is_no_number_names_the_samples_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = FullFinetuneRecipe(config_of(tmp_path, BY_TOKENS))
+    recipe.setup()
+    monkeypatch.setattr(recipe.forward, "loss", lambda batch, rows: torch.tensor(float("nan")))
+    monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
+    with pytest.raises(FloatingPointError) as caught:
+        recipe.train()
+    lengths = recipe.data.dataset.store.seq_lens
+    sampler = TokenBatchSampler(lengths, max_tokens=100, gradient_accumulation_steps=2, seed=1)
+    (named,) = re.findall(r"samples \[([\d, ]+)\]\)", str(caught.value))
+    assert sorted(map(int, named.split(", "))) == sorted(sum(list(sampler)[:2], []))
 
 
 @pytest.mark.parametrize(

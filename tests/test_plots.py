@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
 
 from tests.helpers import D
 from torchtune_packing import PackedDataset
 from torchtune_packing.plots import (
+    plot_attention_pattern,
     plot_batch,
     plot_fill,
     plot_lengths,
@@ -61,6 +63,32 @@ def test_the_mask_is_a_triangle_per_document() -> None:
 def test_a_long_mask_is_thinned_out() -> None:
     image = plot_mask([20_000, 12_768], 32_768).axes[0].images[0].get_array()
     assert max(image.shape) < 1100
+
+
+BLUE, ORANGE, RED, NOTHING = "#2f6db3", "#e07b39", "#c62828", (0, 0, 0, 0)
+
+
+def test_a_pattern_tells_what_moved_rightly_wrongly_and_not_at_all() -> None:
+    """Documents 0-3 and 4-7, probes at 0 and 5: position 6 leaks, position 7 is blind."""
+    moved = np.array([[1, 1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0]], dtype=bool)
+    axes = plot_attention_pattern(moved, [0, 5], [0, 4, 8]).axes[0]
+    image = np.asarray(axes.images[0].get_array())
+    first = [BLUE, BLUE, BLUE, BLUE, NOTHING, NOTHING, RED, NOTHING]
+    second = [NOTHING] * 5 + [BLUE, BLUE, ORANGE]
+    for column, colours in ((0, first), (5, second)):
+        assert [tuple(point) for point in image[:, column]] == [to_rgba(c) for c in colours]
+    assert axes.get_title(loc="left").startswith("Red:")
+    moved[0, 6], moved[1, 7] = False, True
+    title = plot_attention_pattern(moved, [0, 5], [0, 4, 8]).axes[0].get_title(loc="left")
+    assert title.startswith("Every probed token is seen in its own document")
+
+
+def test_a_long_pattern_is_thinned_out_and_still_shows_a_single_leak() -> None:
+    moved = np.zeros((1, 9000), dtype=bool)
+    moved[0, 10:4000] = moved[0, 7003] = True
+    image = plot_attention_pattern(moved, [10], [0, 4000, 9000]).axes[0].images[0].get_array()
+    assert max(image.shape) <= 1001
+    assert (np.asarray(image) == to_rgba(RED)).all(axis=2).any()
 
 
 def test_padded_rows_are_as_long_as_the_longest_of_their_batch() -> None:

@@ -67,6 +67,23 @@ def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> No
             {"dataset___component_": "torchtune.datasets.alpaca_dataset"},
             ["is not packed", "collate_flattened"],
         ),
+        (
+            {"optimizer___component_": "torch.optim.AdamWW"},
+            ["`optimizer._component_` is torch.optim.AdamWW", "did you mean torch.optim.AdamW?"],
+        ),
+        (
+            {"model___component_": "tests.tiny.tiny_modell"},
+            ["`model._component_` is tests.tiny.tiny_modell", "did you mean tests.tiny.tiny_model"],
+        ),
+        (
+            {"dataset__source___component_": "tests.tiny.Sumss"},
+            ["`dataset.source._component_` is tests.tiny.Sumss", "did you mean tests.tiny.Sums?"],
+        ),
+        (
+            {"attention_backend": "flash_attn"},
+            ["attention_backend=flash_attn", "needs a CUDA device", "set it to auto"],
+        ),
+        ({"attention_backend": "fast"}, ["attention_backend is 'fast'", "varlen"]),
         ({"max_tokens": 100}, ["`max_tokens`", "collate_flattened"]),
         (
             {"packs_per_step": 8},
@@ -104,6 +121,14 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     del config["optimizer"]
     with pytest.raises(ValueError, match="`optimizer` is missing; see configs/"):
         preflight.check_config(config, preflight.COMMON_KEYS)
+
+
+def test_empty_config_names_each_missing_key_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        preflight.check_config(OmegaConf.create({}), preflight.COMMON_KEYS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "10 problems in the config:"
+    assert all("is missing" in line for line in lines[1:])
 
 
 def test_names_that_others_refer_to_are_no_unknown_keys(tmp_path: Path) -> None:
@@ -171,3 +196,17 @@ def test_refused_run_leaves_no_files_behind(tmp_path: Path) -> None:
     run = Run.start(config, preflight.COMMON_KEYS)
     run.close()
     assert not Path(config.output_dir).exists()
+
+
+def test_a_command_that_reads_parts_of_a_config_refuses_those_parts_alone(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    config.optimizer._component_ = "no_such_package.AdamW"
+    config.checkpointer.checkpoint_dir = "/nowhere/model"
+    reads = ("tokenizer", "dataset", "model")
+    assert list(preflight.part_problems(config, reads)) == []
+    config.tokenizer._component_ = "tests.tiny.ByteTokeniser"
+    config.device = "cuda"
+    (tokenizer,) = preflight.part_problems(config, reads)
+    assert "did you mean tests.tiny.ByteTokenizer?" in tokenizer
+    *_, checkpoint, device = preflight.part_problems(config, (*reads, "checkpointer", "device"))
+    assert "/nowhere/model" in checkpoint and "no CUDA device" in device

@@ -17,10 +17,13 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.peft import get_adapter_params
 from torchtune.training import FullModelHFCheckpointer
 
+from tests.tiny_models import tiny
 from torchtune_packing.attention import install_attention
 from torchtune_packing.models import smollm2
-from torchtune_packing.models.generate import greedy_answer
 from torchtune_packing.models.smollm2 import builders, download
+from torchtune_packing.training import example as shown
+from torchtune_packing.training.parallel import Ranks
+from torchtune_packing.training.step import PackedForward
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -121,42 +124,81 @@ def test_logits_equal_transformers(model, hf_model, tokenizer):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_answers_the_capital_of_france(model, hf_model, hf_tokenizer, tokenizer):
+def greedy(model, prompt, *, backend="varlen", max_new_tokens=12, stop_tokens=()):
+    """What the recipes show of a model."""
+    attention = install_attention(model, backend, device="cpu", dtype=torch.float32)
+    return shown.greedy_tokens(
+        PackedForward(model, attention),
+        prompt,
+        ranks=Ranks(0, 1, torch.device("cpu")),
+        stop_tokens=stop_tokens,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def test_answers_the_capital_of_france(state_dict, hf_model, hf_tokenizer, tokenizer):
+    model = smollm2.smollm2_135m()
+    model.load_state_dict(state_dict)
     random_state = torch.get_rng_state()
-    answer = greedy_answer(model, tokenizer, CAPITAL, device="cpu", max_new_tokens=12)
-    assert answer == "The capital of France is Paris."
+    asked = [*CAPITAL, Message(role="assistant", content="")]
+    prompt = tokenizer({"messages": asked}, inference=True)["tokens"]
+    answer = greedy(model, prompt, stop_tokens=tokenizer.stop_tokens)
+    assert tokenizer.decode(answer) == "The capital of France is Paris."
     # transformers' own greedy search says the same, word for word.
     chat = [{"role": "user", "content": CAPITAL[0].text_content}]
-    prompt = hf_tokenizer.apply_chat_template(
+    theirs = hf_tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    reply = hf_model.generate(**prompt, do_sample=False, max_new_tokens=12)[0]
-    reply = reply[prompt["input_ids"].shape[1] :]
-    assert answer == hf_tokenizer.decode(reply, skip_special_tokens=True)
+    reply = hf_model.generate(**theirs, do_sample=False, max_new_tokens=12)[0]
+    assert reply[: len(prompt)].tolist() == prompt
+    assert [*answer, 2] == reply[len(prompt) :].tolist()
     # Nothing of it is left behind.
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert not model.caches_are_setup() and not model.training
+    assert not model.caches_are_setup() and model.training
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", [None, "sdpa", "varlen"])
-def test_greedy_answer_is_the_likeliest_token_at_each_step(one_layer, tokenizer, backend):
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_shown_answer_is_the_likeliest_token_at_each_step(
+    one_layer, tokenizer, backend, chunks, cached, monkeypatch
+):
     model = smollm2.smollm2_135m()
     # Small embeddings and sharp attention, so that the answer depends on what is attended to.
     model.tok_embeddings.weight.mul_(0.02)
     model.layers[0].attn.q_proj.weight.mul_(20)
-    tokens, _ = tokenizer.tokenize_messages(CAPITAL, add_end_tokens=False)
-    length = len(tokens)
+    prompt, _ = tokenizer.tokenize_messages(CAPITAL, add_end_tokens=False)
+    tokens = list(prompt)
     for _ in range(5):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    if backend is not None:
-        install_attention(model, backend, device=torch.device("cpu"), dtype=torch.float32)
-    answer = greedy_answer(model, tokenizer, CAPITAL, device="cpu", max_new_tokens=5)
-    assert len(set(tokens[length:])) > 2
-    assert answer == tokenizer.decode(tokens[length:]).strip()
+    expected = tokens[len(prompt) :]
+    assert len(set(expected)) > 2
+    if not cached:
+        monkeypatch.setattr(shown, "_can_cache", lambda model, ranks: False)
+        monkeypatch.setattr(shown, "_through_caches", None)
+    else:
+        monkeypatch.setattr(shown, "_through_packs", None)
+    if chunks:
+        model.set_num_output_chunks(chunks)
+    assert greedy(model, prompt, backend=backend, max_new_tokens=5) == expected
+    stopped = greedy(model, prompt, max_new_tokens=5, stop_tokens=[expected[3]])
+    assert stopped == expected[: expected.index(expected[3])]
     assert model.training and not model.caches_are_setup()
-    with pytest.raises(ValueError, match="passes the model's 8192 positions"):
-        greedy_answer(model, tokenizer, CAPITAL, device="cpu", max_new_tokens=8192)
+    model.max_seq_len = len(prompt) + 2  # no positions for more
+    assert greedy(model, prompt, max_new_tokens=5) == expected[:2]
+
+
+def test_caches_are_for_plain_models(monkeypatch):
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    with torch.device("meta"):
+        plain, compiled, windowed = tiny("llama3"), tiny("llama3"), tiny("gemma2")
+    compiled.layers[0].compile()
+    assert shown._can_cache(plain, ranks)
+    assert not shown._can_cache(compiled, ranks)
+    assert not shown._can_cache(windowed, ranks)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # sharded then
+    assert not shown._can_cache(plain, ranks)
 
 
 # --- builders

@@ -38,8 +38,8 @@ import torchtune_packing.needs_torchtune  # noqa: F401
 # isort: split
 from torchtune_packing.attention_choice import (
     BACKENDS,
-    OTHERWISE,
     attention_layers,
+    check_backend,
     kernels,
     obstacle,
     trial_failure,
@@ -49,7 +49,7 @@ from torchtune_packing.attention_kernels import (
     allowed_pairs,
     dense_attention,
 )
-from torchtune_packing.attention_layers import Kernel, attention_name, pack_layer
+from torchtune_packing.attention_layers import Kernel, pack_layer
 from torchtune_packing.layout import DocumentLayout
 from torchtune_packing.masks import block_causal_block_mask, block_causal_mask
 
@@ -237,10 +237,9 @@ def install_attention(
         ValueError: When the backend is unknown, or the model or one of its layers cannot keep
             documents apart under it.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"attention_backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
     device = torch.device(device)
     layers = attention_layers(model)
+    check_backend(backend, layers, device=device, dtype=dtype, forward_only=forward_only)
     installed = InstalledAttention(layers, device)
     candidates: tuple[str, ...] = (backend, "sdpa")
     if backend == "auto":
@@ -249,12 +248,6 @@ def install_attention(
     failures: list[str] = []
     for candidate in candidates:
         why_not = obstacle(candidate, layers, device=device, dtype=dtype, forward_only=forward_only)
-        if why_not is not None and backend != "auto":
-            name = attention_name(next(iter(layers.values())))
-            raise ValueError(
-                f"attention_backend={backend} cannot serve this model's {name}: {why_not}; "
-                f"{OTHERWISE}"
-            )
         if candidate != "sdpa" and not _all_ranks_agree(why_not is None, device):
             passed_over.append(f"not {candidate}: {why_not or 'another rank cannot run it'}")
             continue

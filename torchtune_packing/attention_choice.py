@@ -31,17 +31,22 @@ from torchtune_packing.attention_kernels import (
     allowed_pairs,
     dense_attention,
 )
-from torchtune_packing.attention_layers import Kernel, is_known_attention
+from torchtune_packing.attention_layers import Kernel, attention_name, is_known_attention
 
-__all__ = ["BACKENDS", "OTHERWISE", "attention_layers", "kernels", "obstacle", "trial_failure"]
+__all__ = [
+    "BACKENDS",
+    "attention_layers",
+    "check_backend",
+    "kernels",
+    "obstacle",
+    "trial_failure",
+]
 
 #: What ``attention_backend`` may be.
 BACKENDS = ("auto", "sdpa", "flex", "varlen", "flash_attn")
 
-#: What a refusal ends with.
-OTHERWISE = (
-    "choose another attention_backend (sdpa takes any mask), or train unpacked (packed=False)"
-)
+#: What is left for a model or a layer that is refused.
+_UNPACKED = "train unpacked (packed=False in torchtune's recipes)"
 
 #: Largest relative error (Frobenius norm) of a trial against dense attention in float32. Rounding
 #: stays far below; a document that sees another one lies far above.
@@ -66,24 +71,24 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     name = type(model).__name__
     unknown = "which is not known to keep packed documents apart"
     if type(model).forward is not TransformerDecoder.forward:
-        raise ValueError(f"the model is a {name}, {unknown}; {OTHERWISE}")
+        raise ValueError(f"the model is a {name}, {unknown}; {_UNPACKED}")
     found: dict[str, nn.Module] = {}
     for index, wrapped in enumerate(model.layers):  # type: ignore[arg-type]
         layer = _unwrapped(wrapped)
         if type(layer).forward is not TransformerSelfAttentionLayer.forward:
             raise ValueError(
-                f"layer {index} of {name} is a {type(layer).__name__}, {unknown}; {OTHERWISE}"
+                f"layer {index} of {name} is a {type(layer).__name__}, {unknown}; {_UNPACKED}"
             )
         attention: Any = _unwrapped(layer.attn)  # type: ignore[arg-type]
         if not is_known_attention(attention):
             raise ValueError(
                 f"the attention of layer {index} of {name} is a {type(attention).__name__}, "
-                f"{unknown}; {OTHERWISE}"
+                f"{unknown}; {_UNPACKED}"
             )
         if not attention.is_causal:
             raise ValueError(
                 f"the attention of layer {index} of {name} is not causal, and packed documents are "
-                f"kept apart by a causal mask; {OTHERWISE}"
+                f"kept apart by a causal mask; {_UNPACKED}"
             )
         found[f"layers.{index}.attn"] = attention
     if not found:
@@ -135,6 +140,39 @@ def obstacle(
     if backend == "varlen" and device.type == "cpu":
         return None
     return _fused_varlen_obstacle(backend, device, dtype, max(x.head_dim for x in all_layers))
+
+
+def check_backend(
+    backend: str,
+    layers: dict[str, nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    forward_only: bool = False,
+) -> None:
+    """Refuses a backend that was asked for by name and cannot serve these layers.
+
+    Args:
+        backend: one of :data:`BACKENDS`; "auto" always finds one.
+        layers: the model's attention layers; they may be on the meta device.
+        device: where the model runs.
+        dtype: what it computes in.
+        forward_only: whether no gradient will be asked for.
+
+    Raises:
+        ValueError: the name is unknown, or something stands in the way.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"attention_backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return
+    why_not = obstacle(backend, layers, device=device, dtype=dtype, forward_only=forward_only)
+    if why_not is not None:
+        name = attention_name(next(iter(layers.values())))
+        raise ValueError(
+            f"attention_backend={backend} cannot serve this model's {name}: {why_not}; set it to "
+            f"auto, or to sdpa, which takes any mask, or {_UNPACKED}"
+        )
 
 
 def _flex_obstacle(device: torch.device, dtype: torch.dtype, forward_only: bool) -> str | None:

@@ -213,13 +213,17 @@ def block_causal_block_mask(
     last = first + (size - 1)
 
     ends = _document_ends(seq_lens)
-    edges = _find_documents(ends, torch.cat([first, last]))
-    start_first, start_last = _starts_of(ends, edges).split(n, dim=1)
-    stop_first, stop_last = _stops_of(ends, edges, s).split(n, dim=1)
+    positions = _positions(n * size, device)
+    documents = _find_documents(ends, positions)
+    starts = _starts_of(ends, documents)
+    # Of the first and the last position of every block: where its document starts and stops.
+    start_first, start_last = starts[:, ::size], starts[:, size - 1 :: size]
+    stop_first = _stops_of(ends, documents[:, ::size], s)
+    stop_last = _stops_of(ends, documents[:, size - 1 :: size], s)
     if window is not None:
         # A window moves both ends of the ranges and leaves them in order, so nothing else changes.
-        start_first = torch.maximum(start_first, first - window + 1)
-        start_last = torch.maximum(start_last, last - window + 1)
+        starts = torch.maximum(starts, positions - window + 1)
+        start_first, start_last = starts[:, ::size], starts[:, size - 1 :: size]
         stop_first = torch.minimum(stop_first, first + window)
         stop_last = torch.minimum(stop_last, last + window)
 
@@ -244,11 +248,6 @@ def block_causal_block_mask(
     q_indices[..., 0] = block
     full_q_num_blocks = partial_from - block - 1
     full_q_indices = _consecutive((block + 1).expand(b, n), block)
-
-    positions = _positions(s, device)
-    starts = _starts_of(ends, _find_documents(ends, positions))
-    if window is not None:
-        starts = torch.maximum(starts, positions - window + 1)
 
     def block_causal(
         b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor

@@ -1,4 +1,4 @@
-"""Pictures of what packing did: lengths, fill, a batch, a mask, padded against packed.
+"""Pictures of what packing did (lengths, fill, a batch, a mask) and of what a model attends to.
 
 Every function returns a matplotlib ``Figure`` that belongs to no window, so they work on a server
 and in a notebook alike. Grey is always padding; every other colour is a document.
@@ -6,6 +6,7 @@ and in a notebook alike. Grey is always padding; every other colour is a documen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torchtune_packing.dataset import PackedDataset
 
 __all__ = [
+    "plot_attention_pattern",
     "plot_batch",
     "plot_fill",
     "plot_lengths",
@@ -33,6 +35,7 @@ __all__ = [
 
 _INK, _MUTED, _PADDING = "#1f2933", "#66727f", "#d5dae0"
 _MAIN, _LIGHT, _SECOND = "#2f6db3", "#c3d6ec", "#e07b39"
+_ALARM = "#c62828"
 #: Colours of documents, in turn; neighbours differ in hue and in lightness.
 _DOCUMENTS = (
     "#2f6db3",
@@ -238,6 +241,61 @@ def plot_mask(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
     _dress(axes, title, "key position (attended to)", "query position")
     axes.set_xlim(0, max_seq_len)
     axes.set_ylim(max_seq_len, 0)
+    _thousands(axes.xaxis)
+    _thousands(axes.yaxis)
+    return figure
+
+
+def plot_attention_pattern(
+    moved: npt.NDArray[np.bool_], probes: Sequence[int], bounds: Sequence[int]
+) -> Figure:
+    """What a model was seen to attend to in one pack, over what it should.
+
+    A light triangle for each document, and over them one stripe for each probe: the positions that
+    moved when its token was replaced. Blue moved and should, red moved and must not, orange did not
+    move and should have.
+
+    Args:
+        moved: bool ``[p, s]``, whether position q moved with probe p.
+        probes: the replaced positions, p of them, in order.
+        bounds: starts of the documents and the end of the last one, so that document i lies from
+            ``bounds[i]`` up to ``bounds[i + 1]``.
+    """
+    from matplotlib.colors import to_rgba
+
+    s = moved.shape[1]
+    step = max(1, s // 1000)  # positions of a point of the image
+    half = max(step, s // 300)  # a stripe is drawn wide enough to be seen
+    edges, positions = np.asarray(bounds), np.arange(s)
+    image = np.zeros((-(-s // step), -(-s // step), 4))
+    as_it_should = True
+    for row, k in zip(moved, probes, strict=True):
+        after = int(np.searchsorted(edges, k, side="right"))
+        begin = int(edges[after - 1]) if after else 0
+        stop = int(edges[after]) if after < len(edges) else s
+        allowed = (positions >= k) & (positions < stop)
+        columns = slice(max(begin, k - half) // step, (min(stop, k + half + 1) - 1) // step + 1)
+        # Where positions share a point, what is wrong is drawn over what is right.
+        for which, colour in (
+            (row & allowed, _MAIN),
+            (~row & allowed, _SECOND),
+            (row & ~allowed, _ALARM),
+        ):
+            image[np.flatnonzero(which) // step, columns] = to_rgba(colour)
+        as_it_should = as_it_should and bool((row == allowed).all())
+    figure = _figure(5.6, 5.9)
+    axes = figure.subplots()
+    for begin, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        axes.fill([begin, begin, stop], [begin, stop, stop], color=_LIGHT, linewidth=0)
+    axes.imshow(image, interpolation="nearest", extent=(0, s, s, 0))
+    title = (
+        "Every probed token is seen in its own document,\nfrom its position on, and nowhere else"
+    )
+    if not as_it_should:
+        title = "Red: a position saw what it must not see;\norange: it did not see what it should"
+    _dress(axes, title, "position whose token was replaced", "position that moved")
+    axes.set_xlim(0, s)
+    axes.set_ylim(s, 0)
     _thousands(axes.xaxis)
     _thousands(axes.yaxis)
     return figure

@@ -21,7 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_packing.datasets.sources import component, named_files
+from torchtune_packing.components import find_component
+from torchtune_packing.datasets.sources import named_files
 from torchtune_packing.store.describe import canonical, describe, file_digest, sha256_of
 from torchtune_packing.store.files import FORMAT
 
@@ -91,7 +92,7 @@ def _versions(nodes: Sequence[Any]) -> dict[str, str]:
 def _describe_node(node: Any, digests: _Digests) -> Any:
     if not isinstance(node, Mapping):
         return describe(node)
-    built_by = component(node["_component_"])
+    built_by = find_component(node["_component_"], "dataset.source._component_")
     described = {"builder": describe(built_by), "defaults": _defaults(built_by, node)}
     paths = {os.path.normpath(path) for path in named_files(node)}
     data_dir = node.get("data_dir") or ""

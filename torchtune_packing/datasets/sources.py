@@ -11,9 +11,10 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
+from torchtune_packing.components import find_component
 from torchtune_packing.datasets.truncation import with_exact_truncation
 
-__all__ = ["check_source", "component", "load_source", "named_files", "source_nodes"]
+__all__ = ["check_source", "load_source", "named_files", "source_nodes"]
 
 
 def source_nodes(source: Any) -> list[Any]:
@@ -68,7 +69,7 @@ def check_source(node: Any) -> None:
             f"dataset.source.packed is {node['packed']!r} for {name}: packed_dataset does the "
             "packing, so remove that key"
         )
-    built_by = component(name)
+    built_by = find_component(name, "dataset.source._component_")
     kind = _unpackable_kind(name, built_by)
     if kind:
         raise ValueError(
@@ -118,22 +119,6 @@ def named_files(node: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def component(name: str) -> Any:
-    """The builder behind a dotted path.
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    from torchtune.config._utils import _get_component_from_path
-
-    try:
-        return _get_component_from_path(name)
-    except Exception as error:
-        raise ValueError(
-            f"dataset.source._component_ is {name!r}, which cannot be imported: {error}"
-        ) from error
-
-
 def _unpackable_kind(name: str, built_by: Any) -> str | None:
     from torchtune.datasets import PreferenceDataset
 
@@ -178,7 +163,25 @@ def _load(node: Mapping[str, Any], tokenizer: Any) -> Any:
             f"dataset.source {name} built a {type(ds).__name__}; packed_dataset needs the plain, "
             "unpacked data set for supervised finetuning"
         )
+    _check_columns(name, ds)
     return ds
+
+
+def _check_columns(name: str, ds: Any) -> None:
+    """Reads one sample of a table, where a column that is named wrongly shows at once."""
+    columns = getattr(getattr(ds, "_data", None), "column_names", None)
+    if not columns or not len(ds):
+        return
+    try:
+        ds[0]
+    except KeyError as error:
+        raise ValueError(
+            f"dataset.source {name} asks its first sample for {error}, but the columns of the data "
+            f"are {', '.join(map(str, columns))}; name yours in dataset.source.column_map (or "
+            "dataset.source.column for plain text)"
+        ) from error
+    except Exception:
+        return  # the same sample fails again where samples are read, and is named there
 
 
 def _first_bad_json_line(node: Mapping[str, Any]) -> str | None:

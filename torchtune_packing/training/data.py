@@ -287,10 +287,15 @@ class TrainingData:
             rows.append(found)
         return Step(items, rows, counts.over_ranks(self._run.ranks), position)
 
-    def packs_of(self, position: Position) -> list[int]:
-        """The packs of the step that ends at ``position``, on all ranks, for an error message."""
+    def rows_of(self, position: Position) -> str:
+        """What the step that ends at ``position`` was made of, on all ranks, for a message."""
         last = position.packs_consumed
-        return self.sampler.order()[last - self.sampler.packs_per_step : last].tolist()
+        rows = self.sampler.order()[last - self.sampler.packs_per_step : last].tolist()
+        if isinstance(self.dataset, PackedDataset):
+            return f"packs {rows}"
+        if self._run.cfg.get("max_tokens", None) is None:
+            return f"samples {rows}"
+        return f"samples {[sample for batch in rows for sample in self.sampler.batch(batch)]}"
 
     def validation_loader(self) -> Any:
         """Every validation document once, over all ranks; None without a validation set."""

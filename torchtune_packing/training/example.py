@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torchtune.modules.common_utils import local_kv_cache
 
 from torchtune_packing.training.parallel import Ranks
 from torchtune_packing.training.step import PackedForward
@@ -15,37 +20,95 @@ __all__ = ["ShownExample", "greedy_tokens"]
 #: Rows are padded to a multiple of this, so that compiled attention meets few shapes.
 _ROUND_TO = 128
 
+#: Logits ``[v]`` of the position after some tokens.
+_Continue = Callable[[list[int]], torch.Tensor]
+
 
 @torch.no_grad()
 def greedy_tokens(
     forward: PackedForward,
-    prompt: list[int],
+    prompt: Sequence[int],
     *,
     ranks: Ranks,
-    stop_tokens: list[int],
+    stop_tokens: Sequence[int],
     max_new_tokens: int = 48,
 ) -> list[int]:
-    """Continues a prompt greedily through the very path that training uses.
+    """Continues a prompt with the likeliest token at each step.
 
-    Without a cache, so that it works for every backend, compiled or sharded; meant for a sentence
-    or two.
+    No random number is drawn and nothing is left behind, so training goes on as if the model had
+    not been asked.
 
     Args:
         forward: the model with its attention; left in the mode it was in.
         prompt: token ids.
         ranks: the processes of the run; all of them take the first one's token.
         stop_tokens: ids that end the answer.
-        max_new_tokens: most tokens to write.
+        max_new_tokens: most tokens to write; fewer where the model has no more positions.
 
     Returns:
         The new token ids, without the one that stopped it.
     """
-    was_training = forward.model.training
-    forward.model.eval()
+    model: Any = forward.model
+    was_training = model.training
     tokens = list(prompt)
-    for _ in range(max_new_tokens):
+    length = min(len(prompt) + max_new_tokens, _positions(model))
+    way = _through_caches if _can_cache(model, ranks) else _through_packs
+    model.eval()
+    try:
+        with way(forward, length) as continued:
+            while len(tokens) < length:
+                token = ranks.from_first(int(continued(tokens).argmax()))
+                if token in stop_tokens:
+                    break
+                tokens.append(token)
+    finally:
+        model.train(was_training)
+    return tokens[len(prompt) :]
+
+
+def _positions(model: nn.Module) -> int:
+    return getattr(model, "max_seq_len", sys.maxsize)
+
+
+def _can_cache(model: nn.Module, ranks: Ranks) -> bool:
+    """Caches are for plain models: neither sharded nor compiled nor with sliding windows."""
+    return not ranks.is_distributed and not any(
+        module._compiled_call_impl is not None or hasattr(module, "sliding_window_size")
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def _through_caches(forward: PackedForward, length: int) -> Iterator[_Continue]:
+    """Each token is computed once, with torchtune's key-value caches."""
+    model: Any = forward.model
+    device = forward.attention.device
+    dtype = model.tok_embeddings.weight.dtype
+    positions = torch.arange(length, device=device)[None]
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None]
+    start = 0
+
+    def continued(tokens: list[int]) -> torch.Tensor:
+        nonlocal start
+        new = torch.tensor([tokens[start:]], device=device)
+        seen = slice(start, len(tokens))
+        logits = model(new, input_pos=positions[:, seen], mask=mask[:, seen])
+        start = len(tokens)
+        return _last(logits)
+
+    with local_kv_cache(
+        model, batch_size=1, device=device, dtype=dtype, decoder_max_seq_len=length
+    ):
+        yield continued
+
+
+@contextmanager
+def _through_packs(forward: PackedForward, length: int) -> Iterator[_Continue]:
+    """The whole row again for each token, through the very path that training uses."""
+
+    def continued(tokens: list[int]) -> torch.Tensor:
         n = len(tokens)
-        s = -(-n // _ROUND_TO) * _ROUND_TO
+        s = min(-(-n // _ROUND_TO) * _ROUND_TO, _positions(forward.model))
         row = torch.zeros(1, s, dtype=torch.int64)
         row[0, :n] = torch.tensor(tokens)
         logits = forward.logits(
@@ -55,13 +118,15 @@ def greedy_tokens(
             rows=torch.tensor([n - 1]),
             real_lengths=torch.tensor([n]),
         )
-        last = logits if isinstance(logits, torch.Tensor) else logits[0]
-        token = ranks.from_first(int(last.reshape(-1).argmax()))
-        if token in stop_tokens:
-            break
-        tokens.append(token)
-    forward.model.train(was_training)
-    return tokens[len(prompt) :]
+        return _last(logits)
+
+    yield continued
+
+
+def _last(logits: Any) -> torch.Tensor:
+    """Logits ``[v]`` of the last position, whole or in chunks."""
+    last: torch.Tensor = logits if isinstance(logits, torch.Tensor) else logits[-1]
+    return last.flatten(0, -2)[-1]
 
 
 class ShownExample:

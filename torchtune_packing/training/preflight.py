@@ -11,13 +11,16 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune import utils
 
+from torchtune_packing.attention_choice import attention_layers, check_backend
+from torchtune_packing.components import find_component
 from torchtune_packing.training.checkpoint import RunCheckpoints
 from torchtune_packing.training.refusals import explained, require_config_file
 
@@ -32,6 +35,8 @@ __all__ = [
     "dataset_problems",
     "explained",
     "is_padding_free",
+    "part_problems",
+    "refuse",
     "require_config_file",
     "resolve_dtype",
     "unknown_keys",
@@ -138,7 +143,9 @@ def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
 
 
 def _device(cfg: DictConfig) -> Iterator[str]:
-    device, dtype = str(cfg.get("device", "")), cfg.get("dtype", None)
+    if "device" not in cfg or "dtype" not in cfg:
+        return  # said already
+    device, dtype = str(cfg.device), cfg.dtype
     kind = device.split(":")[0]
     cuda = torch.cuda.is_available()
     if kind not in ("cpu", "cuda"):
@@ -197,7 +204,7 @@ def dataset_problems(cfg: DictConfig) -> Iterator[str]:
             )
 
 
-def _files(cfg: DictConfig) -> Iterator[str]:
+def _checkpoint(cfg: DictConfig) -> Iterator[str]:
     node = cfg.get("checkpointer", None)
     if isinstance(node, DictConfig) and node.get("checkpoint_dir", None) is not None:
         folder = Path(str(node.checkpoint_dir))
@@ -216,12 +223,33 @@ def _files(cfg: DictConfig) -> Iterator[str]:
                     f"`checkpointer.checkpoint_files` names {', '.join(missing)}, which {folder} "
                     f"does not hold (it holds {', '.join(held) or 'nothing'}); download it again."
                 )
+
+
+def _tokenizer(cfg: DictConfig) -> Iterator[str]:
     node = cfg.get("tokenizer", None)
     if isinstance(node, DictConfig):
         for key in ("path", "merges_file", "merges", "special_tokens_path"):
             path = node.get(key, None)
             if path is not None and not Path(str(path)).exists():
                 yield f"`tokenizer.{key}` is {path}, which does not exist; correct the path."
+
+
+def _components(node: Any, key: str = "") -> Iterator[str]:
+    """Yields a sentence for every ``_component_``, at any depth, that names nothing."""
+    if isinstance(node, ListConfig):
+        for index, item in enumerate(node):
+            yield from _components(item, f"{key}[{index}]")
+    if not isinstance(node, DictConfig):
+        return
+    for name, item in node.items():
+        path = f"{key}.{name}" if key else str(name)
+        if name == "_component_" and isinstance(item, str):
+            try:
+                find_component(item, path)
+            except ValueError as error:
+                yield str(error)
+        else:
+            yield from _components(item, path)
 
 
 def _shapes_of_model(cfg: DictConfig) -> Any:
@@ -235,7 +263,7 @@ def _shapes_of_model(cfg: DictConfig) -> Any:
         with torch.device("meta"):
             return config.instantiate(node)
     except Exception as error:  # builders fail in their own ways; the config is at fault in all
-        return f"`model` cannot be built: {error}"
+        return f"`model` cannot be built: {' '.join(str(error).split())}"
 
 
 def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
@@ -253,6 +281,17 @@ def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
                 else "has an adapter; use lora_finetune.py, or a builder without one."
             )
         )
+    if "attention_backend" in cfg and not list(_device(cfg)):
+        device = utils.get_device(cfg.device)
+        try:
+            check_backend(
+                str(cfg.attention_backend),
+                attention_layers(model),
+                device=device,
+                dtype=resolve_dtype(cfg.dtype, device),
+            )
+        except ValueError as error:
+            yield str(error)
     folder = cfg.get("checkpointer", {}).get("checkpoint_dir", None)
     facts_file = Path(str(folder)) / "config.json"
     if folder is None or not facts_file.is_file():
@@ -326,15 +365,48 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     problems += [
         f"`{key}` is missing; see configs/ for an example." for key in required if key not in cfg
     ]
-    for check in (_device, dataset_problems, _files, _resume):
+    for check in (_device, dataset_problems, _checkpoint, _tokenizer, _resume):
         problems += check(cfg)
-    model = _shapes_of_model(cfg)
-    problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))
+    misspelled = list(_components(cfg))
+    problems += misspelled
+    model = None
+    if "model" in cfg and not any(line.startswith("`model.") for line in misspelled):
+        model = _shapes_of_model(cfg)
+        problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))
     problems += _numbers(cfg, world_size)
+    refuse(problems)
+    return getattr(model, "max_seq_len", None)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises everything that is wrong with a config at once, if anything is.
+
+    Raises:
+        ValueError: with every problem, one line each.
+    """
     if problems:
         head = "" if len(problems) == 1 else f"{len(problems)} problems in the config:\n  - "
         raise ValueError(head + "\n  - ".join(problems))
-    return getattr(model, "max_seq_len", None)
+
+
+def part_problems(cfg: DictConfig, keys: Iterable[str]) -> Iterator[str]:
+    """What is wrong with some parts of a config, for a command that reads no others.
+
+    Args:
+        cfg: the config.
+        keys: those of ``tokenizer``, ``dataset``, ``model``, ``checkpointer`` and ``device`` that
+            the command reads.
+    """
+    for key in keys:
+        yield from _components(cfg.get(key, None), key)
+    for key, check in (
+        ("dataset", dataset_problems),
+        ("tokenizer", _tokenizer),
+        ("checkpointer", _checkpoint),
+        ("device", _device),
+    ):
+        if key in keys:
+            yield from check(cfg)
 
 
 def check_data(

@@ -23,12 +23,12 @@ def check_finite(loss: float, position: Position, data: TrainingData) -> None:
     """Stops before a loss that is no number reaches the weights.
 
     Raises:
-        FloatingPointError: naming the step and the packs that it was made of.
+        FloatingPointError: naming the step and the packs or samples that it was made of.
     """
     if not math.isfinite(loss):
         raise FloatingPointError(
-            f"The loss of step {position.step} is {loss} (epoch {position.epoch}, packs "
-            f"{data.packs_of(position)}); no weight was changed in this step. Lower the learning "
+            f"The loss of step {position.step} is {loss} (epoch {position.epoch}, "
+            f"{data.rows_of(position)}); no weight was changed in this step. Lower the learning "
             "rate, or try attention_backend=sdpa."
         )
 

@@ -167,13 +167,14 @@ def at_length(s: int, size: str, rounds: int, device: torch.device) -> dict[str,
             torch.cuda.empty_cache()
         found[name] = {"seconds": seconds, "peak_gib": peak, "mask_ms": mask_ms}
     rows = []
+    padded = found["padded"].get("seconds")
     for name, numbers in found.items():
         if "left_out" in numbers:
             rows.append([name, "-", "-", "-", numbers["left_out"][:60]])
             continue
         faster = "-"
-        if "seconds" in found["padded"]:
-            numbers["times_padded"] = ratio(found["padded"]["seconds"], numbers["seconds"])
+        if padded is not None:
+            numbers["times_padded"] = ratio(padded, numbers["seconds"])
             faster = f"{numbers['times_padded']['median']:.2f}x padded"
         numbers["seconds"] = spread(numbers["seconds"])
         numbers["real_tokens_per_second"] = real / numbers["seconds"]["median"]

@@ -265,3 +265,18 @@ def test_loader_makes_rows_within_the_budget_with_every_token_once() -> None:
 def test_bad_input_is_named(lengths, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         TokenBatchSampler(lengths, **options)
+
+
+def test_batches_of_like_squared_lengths_meet_in_a_micro_step() -> None:
+    """Squares 75, 66, 64, 100 pair the last with the first; cubes or sums would pair others."""
+    lengths = [5, 5, 5, 5, 5, 4, 8, 10]
+    arguments = {"gradient_accumulation_steps": 2, "world_size": 2, "balance": True}
+    ranks = [
+        list(TokenBatchSampler(lengths, max_tokens=15, rank=rank, shuffle=False, **arguments))
+        for rank in (0, 1)
+    ]
+    micro_steps = {frozenset(map(tuple, pair)) for pair in zip(*ranks, strict=True)}
+    assert micro_steps == {
+        frozenset({(0, 1, 2), (7,)}),
+        frozenset({(3, 4, 5), (6,)}),
+    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 class D:
     """Map-style data set: sample i (counted from 1) has tokens ``[100*i, 100*i+1, ...]``.
 
-    Labels equal the tokens, unshifted, as torchtune 0.6.1 yields them::
+    Labels equal the tokens, unshifted, as torchtune 0.6.1 yields them:
 
         D([3, 2])[0] == {"tokens": [100, 101, 102], "labels": [100, 101, 102]}
         D([3, 2])[1] == {"tokens": [200, 201], "labels": [200, 201]}

@@ -1,6 +1,6 @@
 """Every shell and Python block of the README and the docs: run, or checked, or marked.
 
-A block that needs a GPU, the network or a program of its own carries a line above its fence::
+A block that needs a GPU, the network or a program of its own carries a line above its fence:
 
     <!-- not run: needs Spark -->
 

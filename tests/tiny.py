@@ -213,7 +213,7 @@ class JsonLines:
 
 
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """What :class:`JsonLines` wrote into a run's folder; the last word on each step counts."""
+    """What ``JsonLines`` wrote into a run's folder; the last word on each step counts."""
     found: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)

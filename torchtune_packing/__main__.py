@@ -1,6 +1,6 @@
 """Lists the recipes and configs, and copies one out to edit.
 
-::
+Usage:
 
     python -m torchtune_packing ls
     python -m torchtune_packing cp full_finetune my_recipe.py

@@ -1,6 +1,6 @@
 """What packing did to a data set, in lines that a person reads when a run starts.
 
-:class:`~torchtune_packing.packing_stats.PackingStats` counts; this module shows the counts, works
+``PackingStats`` counts; this module shows the counts, works
 out what depends on the run (waiting of the ranks, effective batch), and stops a run that would
 throw away more tokens than its owner agreed to.
 """
@@ -60,8 +60,6 @@ def waiting(
 
     The time of a micro-step is that of its slowest rank, so the share is
     ``1 - sum(mean over ranks) / sum(max over ranks)``.
-
-    ::
 
         costs of a micro-step   rank 0: 9   rank 1: 3      waiting = 1 - 6/9 = 33 %
 

@@ -12,7 +12,7 @@ flash_attn   CUDA, with the         ``DocumentLayout``    ``flash_attn_varlen_fu
 flex         CUDA; CPU forward      ``BlockMask``         FlexAttention, blocks by arithmetic
 ===========  =====================  ====================  =========================================
 
-Use in a recipe::
+Use in a recipe:
 
     attn = install_attention(model, "auto", device=device, dtype=dtype)
     log.info(attn.reason)
@@ -214,7 +214,7 @@ def install_attention(
     """Prepares a torchtune model for packed batches and chooses how its attention runs.
 
     Every attention layer of the model changes its class (see
-    :mod:`torchtune_packing.attention_layers`); weights and names stay. From then on a call without
+    ``torchtune_packing.attention_layers``); weights and names stay. From then on a call without
     a mask is an error, never plain causal attention across documents. A bool mask is always
     honoured, so that evaluation and generation go on working.
 
@@ -224,7 +224,7 @@ def install_attention(
     Args:
         model: a torchtune ``TransformerDecoder``, before or after activation checkpointing,
             compiling or sharding was applied.
-        backend: one of :data:`BACKENDS`. "auto" takes the fastest that is exact for this model.
+        backend: one of ``BACKENDS``. "auto" takes the fastest that is exact for this model.
         device: where the model runs.
         dtype: what the model computes in.
         forward_only: whether no gradients will be asked for, so that kernels without a backward

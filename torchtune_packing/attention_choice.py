@@ -4,10 +4,10 @@ The choice follows from the layers themselves (class, soft cap, sliding window, 
 and from the device and dtype that the caller names; a list of model families would be out of date
 with the next one. Three steps, all at set-up:
 
-1. :func:`attention_layers` finds every attention layer, and refuses a model with a part that may
+1. ``attention_layers`` finds every attention layer, and refuses a model with a part that may
    not keep packed documents apart.
-2. :func:`obstacle` says why a backend cannot serve these layers, from facts alone.
-3. :func:`trial_failure` runs the kernel once, forward and backward, on a small packed batch with
+2. ``obstacle`` says why a backend cannot serve these layers, from facts alone.
+3. ``trial_failure`` runs the kernel once, forward and backward, on a small packed batch with
    the model's heads, and compares it with dense attention. Compiled kernels fail at their first
    call and not before, and a wrong result is worse than a failure.
 """
@@ -153,7 +153,7 @@ def check_backend(
     """Refuses a backend that was asked for by name and cannot serve these layers.
 
     Args:
-        backend: one of :data:`BACKENDS`; "auto" always finds one.
+        backend: one of ``BACKENDS``; "auto" always finds one.
         layers: the model's attention layers; they may be on the meta device.
         device: where the model runs.
         dtype: what it computes in.

@@ -1,7 +1,7 @@
 """Exact attention over the documents of a packed batch, on the CPU.
 
 torch has no variable-length kernel for the CPU, but it has a fused causal one, forward and
-backward. Here it is called once per document, on views into the packed tensors::
+backward. Here it is called once per document, on views into the packed tensors:
 
     tokens   [ A A A A | B B | C C C | . . ]        three documents and a padding tail
     calls      A x A     B x B  C x C               cost: sum of len^2, nothing for what is padding
@@ -141,7 +141,7 @@ def document_attention_cpu(
         k: float ``[b, s, kv heads, head_dim]``; h is a multiple of the kv heads.
         v: float ``[b, s, kv heads, head_dim]``.
         spans: int32 ``[2, slots]`` on the CPU: first token and length of each document over all
-            rows laid end to end (see :class:`~torchtune_packing.layout.DocumentLayout`).
+            rows laid end to end (see ``DocumentLayout``).
 
     Returns:
         float ``[b, s, h, head_dim]`` in q's dtype; zero at positions that no span covers.

@@ -1,6 +1,6 @@
 """torchtune's attention layers, able to take a document layout or a BlockMask.
 
-:func:`~torchtune_packing.attention.install_attention` gives each attention layer of a model one of
+``install_attention`` gives each attention layer of a model one of
 these classes instead of its own. Parameters, buffers, hooks and state-dict keys stay; only
 ``forward`` changes, and that only for masks that torchtune's own forward cannot use: with a bool
 mask, and with a KV cache, the layer still runs torchtune's code.
@@ -185,7 +185,7 @@ def pack_layer(
     """Turns a known attention layer into its packed class, in place; again to change the backend.
 
     Args:
-        layer: an attention layer for which :func:`is_known_attention` holds.
+        layer: an attention layer for which ``is_known_attention`` holds.
         backend: name of the backend.
         kernel: what computes attention under its masks; None when bool masks are all it takes.
         mask_types: classes of those masks.

@@ -5,7 +5,7 @@ fullest bin that still has room for it, or into a new bin when none has. Seen fr
 a search over bins; seen from all ``count`` items of one ``size`` it is a walk over *rooms*. The
 bins with the least room that is still enough come first, and such a bin goes on being the best fit
 until it has taken ``room // size`` items. So bins of equal room, and items of equal size, move
-together::
+together:
 
     size 4, count 3, capacity 10        bins by room                       new bins
                                         10: (all new ones)                 A(4 4) B(4)

@@ -1,6 +1,6 @@
-"""Batches from packs (:func:`collate_packed`) or from plain samples (:func:`collate_flattened`).
+"""Batches from packs (``collate_packed``) or from plain samples (``collate_flattened``).
 
-Both give the same keys. A batch of two packs, ``[3, 2]`` and ``[4]``, padded to 6 positions::
+Both give the same keys. A batch of two packs, ``[3, 2]`` and ``[4]``, padded to 6 positions:
 
     seq_lens   3     2   1        4       2        the padding tail is one last document
     tokens     a a a b b .        c c c c . .
@@ -120,19 +120,19 @@ def collate_flattened(
         ignore_idx: label of what is not trained; stored labels of -100 become this.
         pad_to_multiple_of: round the positions of the row up to a multiple of this. The largest
             number of tokens that a batch may hold keeps shapes static.
-        shift_labels: as in :func:`collate_packed`.
-        mask: as in :func:`collate_packed`.
-        device: as in :func:`collate_packed`.
-        pad_documents_to: as in :func:`collate_packed`.
+        shift_labels: as in ``collate_packed``.
+        mask: as in ``collate_packed``.
+        device: as in ``collate_packed``.
+        pad_documents_to: as in ``collate_packed``.
 
     Returns:
-        The keys of :func:`collate_packed` with one row: ``tokens``, ``labels``, ``input_pos``,
+        The keys of ``collate_packed`` with one row: ``tokens``, ``labels``, ``input_pos``,
         int64 ``[1, total]``, and ``seq_lens``, int32 ``[1, d]``, or ``mask``. The first label of
         every sample is ignored. Positions of padding stay below the longest sample.
 
     Raises:
         ValueError: if no sample of the batch holds a token, a sample's lengths disagree, or as in
-            :func:`collate_packed`.
+            ``collate_packed``.
         RuntimeError: if a loader worker is asked for a CUDA mask or a BlockMask.
     """
     rows = [_read_sample(sample, index) for index, sample in enumerate(batch)]

@@ -1,6 +1,6 @@
 """How long an epoch will take, from a few seconds of measuring one layer.
 
-The time of a decoder on packed documents is, to a good approximation, linear in four counts::
+The time of a decoder on packed documents is, to a good approximation, linear in four counts:
 
     seconds = a * calls  +  b * positions  +  c * pairs  +  e * documents
 

@@ -37,8 +37,6 @@ _LOW_FILL = 0.9
 class PackedDataset(torch.utils.data.Dataset[Pack]):
     """Packs the documents of a data set into rows of at most ``max_seq_len`` tokens.
 
-    ::
-
         ds    [1 2 3]  [4 5]  [6 7 8 9]            max_seq_len=6
         [0]   tokens [6 7 8 9 4 5]  labels [. 7 8 9 . 5]  seq_lens [4 2]      . = IGNORE_INDEX
         [1]   tokens [1 2 3]        labels [. 2 3]        seq_lens [3]
@@ -49,11 +47,11 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
     "seq_lens": int64 [d]}`` with ``n <= max_seq_len``.
 
     Samples without any trained token are kept (they are context for nothing, but they are yours)
-    and counted in :attr:`stats`.
+    and counted in ``stats``.
 
     Args:
         ds: map-style data set whose samples are ``{"tokens": [...], "labels": [...]}``, labels
-            unshifted, -100 where nothing is trained; or a :class:`TokenStore`.
+            unshifted, -100 where nothing is trained; or a ``TokenStore``.
         max_seq_len: most tokens in a pack.
         padding_idx: token id that a collate pads with; kept as an attribute.
         max_packs: stop after so many packs; what is left out is counted.

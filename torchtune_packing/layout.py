@@ -2,7 +2,7 @@
 
 The variable-length kernels do not read a mask. They read where each document starts and ends. With
 rows laid end to end, ``b`` rows of ``s`` positions are one line of ``b * s`` tokens, and because
-the lengths of a row sum to ``s`` no document crosses a row::
+the lengths of a row sum to ``s`` no document crosses a row:
 
     seq_lens    [[3, 2, 1], [4, 2, 0]]         b = 2, s = 6, d = 3
     cu_seqlens  [0, 3, 5, 6, 10, 12, 12]       b * d + 1 entries, ends repeated for the empty slot

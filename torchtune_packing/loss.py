@@ -5,14 +5,14 @@ micro-batches and all ranks before the first backward. A mean of means would wei
 micro-batch like a long one; a sum over one count cannot, so packed, unpacked, accumulated and
 sharded runs agree.
 
-Two reductions::
+Two reductions:
 
     "token"     every trained target weighs 1            count = trained targets
     "document"  every document weighs 1, its targets     count = documents with a trained target
                 1 / (trained targets of the document)
 
 Only the rows of the hidden state that have a target go through the final norm and the output
-projection (:class:`TrainedRows`). Prompt and padding rows would give logits that nothing reads:
+projection (``TrainedRows``). Prompt and padding rows would give logits that nothing reads:
 with a vocabulary of 49,152 they are the largest activation of a small model. Both layers work row
 by row, so the loss and its gradients are unchanged.
 
@@ -156,7 +156,7 @@ def sum_cross_entropy(
 class TrainedRows:
     """Narrows a torchtune decoder's final norm and output projection to chosen rows.
 
-    A hook on ``model.norm``, so that state dict, FSDP and tied embeddings are untouched::
+    A hook on ``model.norm``, so that state dict, FSDP and tied embeddings are untouched:
 
         trained_rows = TrainedRows(model)
         with trained_rows.only(rows):

@@ -3,10 +3,10 @@
 Every function takes ``seq_lens``, an int tensor ``[b, d]`` with the document lengths of each row,
 zero-filled on the right, and answers on its device. Only the shapes of the result depend on Python
 numbers, so nothing waits for the device, nothing loops over documents, and all of them (except
-:func:`cu_seqlens`) trace under ``torch.compile(fullgraph=True)``.
+``cu_seqlens``) trace under ``torch.compile(fullgraph=True)``.
 
 Everything follows from one row of numbers: ``start[t]``, where the document that holds position t
-begins. Position q may attend to position k when ``start[q] <= k <= q``::
+begins. Position q may attend to position k when ``start[q] <= k <= q``:
 
     seq_lens  3     2   3           k  0 1 2 3 4 5 6 7
     position  0 1 2 3 4 5 6 7     q 0  x . . . . . . .
@@ -71,7 +71,7 @@ def document_ids(seq_lens: torch.Tensor, s: int) -> torch.Tensor:
     Raises:
         ValueError: if ``seq_lens`` is not an int tensor ``[b, d]`` or s is not positive.
 
-    Example::
+    For instance:
 
         document_ids(torch.tensor([[3, 2, 0]]), 6)  ->  [[0, 0, 0, 1, 1, 3]]
     """
@@ -92,7 +92,7 @@ def document_starts(seq_lens: torch.Tensor, s: int) -> torch.Tensor:
     Raises:
         ValueError: if ``seq_lens`` is not an int tensor ``[b, d]`` or s is not positive.
 
-    Example::
+    For instance:
 
         document_starts(torch.tensor([[3, 2, 0]]), 6)  ->  [[0, 0, 0, 3, 3, 5]]
     """
@@ -118,7 +118,7 @@ def block_causal_mask(
         ValueError: if the mask would be larger than ``max_bytes``, ``seq_lens`` is not an int
             tensor ``[b, d]``, or s is not positive.
 
-    Example::
+    For instance:
 
         block_causal_mask(torch.tensor([[2, 1]]), 3)  ->  [[[1, 0, 0],
                                                             [1, 1, 0],
@@ -185,7 +185,7 @@ def block_causal_block_mask(
         seq_lens: int ``[b, d]``, document lengths, zero-filled on the right.
         s: positions per row, a multiple of the block size or not.
         block_size: positions per block, for queries and keys alike. It is doubled until the indices
-            fit into ``max_index_bytes``; see :func:`choose_block_size`.
+            fit into ``max_index_bytes``; see ``choose_block_size``.
         max_index_bytes: how many bytes of indices to spend; None keeps ``block_size`` at any cost.
         window: positions that a sliding window lets a query see, itself included; None for all.
 
@@ -285,7 +285,7 @@ def cu_seqlens(seq_lens: torch.Tensor) -> tuple[torch.Tensor, int]:
     Raises:
         ValueError: if ``seq_lens`` is not an int tensor ``[b, d]`` or holds no document.
 
-    Example::
+    For instance:
 
         cu_seqlens(torch.tensor([[3, 2, 0], [1, 1, 3]]))  ->  [0, 3, 5, 6, 7, 10], 3
     """

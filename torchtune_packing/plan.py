@@ -1,19 +1,19 @@
 """Plans packs from lengths alone: which span of which document lies in which pack.
 
 A plan is made before any token is moved, from one int per document, and by every rank alike. Two
-strategies::
+strategies:
 
     lengths  5 6 2 3                max_seq_len=8
 
     best_fit     [6 2] [5 3]        fullest packs, new neighbours every epoch
     sequential   [5] [6 2] [3]      data order, as torchtune 0.6.1 packs
 
-and ``split_across_pack=True``, which lays documents end to end and cuts them where a pack ends::
+and ``split_across_pack=True``, which lays documents end to end and cuts them where a pack ends:
 
     split        [5 3.] [.3 2 3]    the document of 6 tokens is cut after 3
 
 Best fit is best-fit decreasing, worked out per distinct length and not per document; see
-:mod:`torchtune_packing.best_fit`. Documents of equal length are interchangeable there, so the seed
+``torchtune_packing.best_fit``. Documents of equal length are interchangeable there, so the seed
 and the epoch decide which of them goes where: the number of packs depends on the lengths alone and
 is the same in every epoch.
 """
@@ -44,8 +44,6 @@ _Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class PackPlan:
     """Spans of documents, pack by pack.
-
-    ::
 
         lengths 4 8, max_seq_len=6, split_across_pack=True
 

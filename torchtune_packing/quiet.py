@@ -1,6 +1,6 @@
 """Silences what dependencies print and nobody here can fix, once, before they are imported.
 
-A recipe imports this module first and calls :func:`silence_dependencies`. Each entry says why it is
+A recipe imports this module first and calls ``silence_dependencies``. Each entry says why it is
 safe to drop; anything else that a library prints gets through.
 """
 

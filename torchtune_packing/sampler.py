@@ -1,6 +1,6 @@
 """The order of packs: which rank trains on which pack, when, and where a run goes on.
 
-Three layers, each a pure function of what is below it, so that every rank works out the same::
+Three layers, each a pure function of what is below it, so that every rank works out the same:
 
     order    all packs of the epoch, drawn by (seed, epoch)    6 2 5 0 7 1 4 3
     steps    stretches of packs_per_step                       6 2 5 0   |  7 1 4 3
@@ -52,8 +52,6 @@ def balanced_shares(
     costs: npt.NDArray[Any], *, batch_size: int, accumulation: int, world_size: int
 ) -> npt.NDArray[np.int64]:
     """Deals the packs of optimizer steps so that ranks have as little as possible to wait for.
-
-    ::
 
         costs 9 1 8 2, accumulation 2, 2 ranks     in turn     rank 0  9 8   waits 0 0
                                                                rank 1  1 2         8 6

@@ -5,7 +5,7 @@ Batches are planned like packs: best fit over the sample lengths, so that each h
 
 Every sample is in one batch of the epoch, and every rank gets as many batches as every other. The
 batches that are left for the last optimizer step are too few as a rule, so some of them are cut in
-two, the heaviest first, until each rank has one for each micro-step::
+two, the heaviest first, until each rank has one for each micro-step:
 
     6 batches, 4 per step      [0 5] [3] [7 8 2 9] [1 6] | [4 10 11] [12 13]
     last step filled                                       [4] [12] [10 11] [13]
@@ -189,7 +189,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return (self.num_packs - self.packs_consumed) // self.packs_per_step
 
     def order(self) -> _Ints:
-        """Numbers of the current epoch's batches in the order of training; see :meth:`batch`."""
+        """Numbers of the current epoch's batches in the order of training; see ``batch``."""
         return np.arange(self.num_packs)
 
     def checksum(self) -> int:

@@ -1,6 +1,6 @@
 """The records that flow through the package, and the letters used for their shapes.
 
-Data flows one way::
+Data flows one way:
 
     samples -> TokenStore -> PackPlan -> PackedDataset -> collate (CPU)
         -> device batch -> model -> loss

@@ -20,8 +20,6 @@ def tokenized_dataset(
 ) -> TokenColumns:
     """Builds a data set from files that hold token columns, as Spark, Dask or Ray jobs write them.
 
-    ::
-
         source:
           _component_: torchtune_packing.datasets.tokenized_dataset
           data_files: tokens/*.parquet

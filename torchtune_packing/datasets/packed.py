@@ -39,8 +39,6 @@ def packed_dataset(
 ) -> PackedDataset:
     """Builds a packed data set from a config, in a recipe of ours or in torchtune's own.
 
-    ::
-
         dataset:
           _component_: torchtune_packing.datasets.packed_dataset
           source:
@@ -52,7 +50,7 @@ def packed_dataset(
         source: config node of the builder to pack, called as ``builder(tokenizer, **keys)``; a list
             of nodes is read one after the other; a data set that is already built is taken as is.
         max_seq_len: most tokens in a pack.
-        strategy: see :class:`~torchtune_packing.PackedDataset`, as for all that follow.
+        strategy: see ``PackedDataset``, as for all that follow.
         overlong: "error", "drop", "truncate" or "split".
         split_across_pack: cut documents where a pack ends.
         max_packs: most packs.
@@ -112,13 +110,13 @@ def build_store(
 
     Args:
         tokenizer: the built tokenizer.
-        dataset: config node of a :func:`packed_dataset`; its ``cache_dir`` must be on a file
+        dataset: config node of a ``packed_dataset``; its ``cache_dir`` must be on a file
             system that all processes share.
         shard_size: samples in a shard; None fits it to the number of samples.
         progress: show a bar on rank 0.
 
     Returns:
-        The store, which :func:`packed_dataset` then finds by the same config.
+        The store, which ``packed_dataset`` then finds by the same config.
 
     Raises:
         ValueError: there is no ``cache_dir``, or the source cannot be packed or read.

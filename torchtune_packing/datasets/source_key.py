@@ -50,7 +50,7 @@ def source_key(
     """Computes the key of a store from its config, without loading the data.
 
     Args:
-        nodes: the sources, as from :func:`~torchtune_packing.datasets.sources.source_nodes`.
+        nodes: the sources, as from ``source_nodes``.
         tokenizer: the built tokenizer.
         labels_are_shifted: the source's labels are targets.
         cache_dir: where hashes of large files are remembered.

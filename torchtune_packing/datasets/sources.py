@@ -88,7 +88,7 @@ def load_source(nodes: Sequence[Any], tokenizer: Any) -> Any:
     """Builds the data sets of all nodes; several become one, in order.
 
     Args:
-        nodes: what :func:`source_nodes` returned.
+        nodes: what ``source_nodes`` returned.
         tokenizer: passed as the first argument to every builder.
 
     Raises:

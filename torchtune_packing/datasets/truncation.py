@@ -2,7 +2,7 @@
 
 Several of torchtune 0.6.1's tokenizers, once they have a ``max_seq_len``, mask the last token of
 every sample, also of those that are not cut: Qwen2.5 then never learns to end its answer. Here the
-tokenizer works without its limit, and what is too long is cut afterwards::
+tokenizer works without its limit, and what is too long is cut afterwards:
 
     whole        [h i t h e r e E]   trained [- - t h e r e E]
     limit 8      [h i t h e r e E]           [- - t h e r e E]     nothing is cut, nothing changes

@@ -1,7 +1,7 @@
 """Documents end to end: flat int32 tokens and labels with their lengths, in memory or in files.
 
 ==================  ========================================================================
-``token_store``     :class:`TokenStore`
+``token_store``     ``TokenStore``
 ``files``           its files: streamed, renamed when whole, checked when opened
 ``cache``           one build per key and node; the stores of a folder
 ``key``             what a key is made of

@@ -1,6 +1,6 @@
 """Looks after the stores of a folder.
 
-::
+Usage:
 
     python -m torchtune_packing.store ls CACHE_DIR
     python -m torchtune_packing.store verify STORE_OR_CACHE_DIR

@@ -1,7 +1,5 @@
 """The files of a store: written aside and renamed, checked when opened.
 
-::
-
     <folder>/
         tokens.npy  labels.npy   int32 [T]     streamed while the data set is read
         seq_lens.npy trained.npy int32 [n]
@@ -258,7 +256,7 @@ def open_arrays(
     """Maps the arrays of a store into memory, read-only.
 
     Sizes, headers and the per-document arrays are checked against ``meta.json``; the tokens are
-    not read (:func:`verify_arrays` does that).
+    not read (``verify_arrays`` does that).
 
     Raises:
         StoreError: something does not fit.

@@ -137,7 +137,7 @@ def iterate_chunks(
         ds: map-style data set, columns of tokens, or any iterable of samples (which is read
             in this process, and whole).
         num_workers: worker processes that read and encode samples; 0 reads in this process.
-        labels_are_shifted: see :func:`encode_samples`.
+        labels_are_shifted: see ``encode_samples``.
         begin: first sample.
         end: one past the last sample; None is the end of the data set.
 

@@ -5,8 +5,6 @@ work. Each process takes shards that nobody has finished and nobody is at, under
 shard; a shard is a small store, written aside and renamed. When all are there, one process joins
 them into the store that one process alone would have written, byte for byte.
 
-::
-
     <cache_dir>/<key>/                      the store, once all is done
     <cache_dir>/.shards-<key>-<size>/00000/  samples 0 to size - 1
     <cache_dir>/.shards-<key>-<size>/00001/  ...
@@ -75,7 +73,7 @@ def build_in_shards(
         rank: number of this process; None reads ``RANK``, which torch's launcher sets. It only
             spreads the processes over the shards.
         world_size: number of processes; None reads ``WORLD_SIZE``.
-        shard_size: samples in a shard; None takes what :func:`shard_size_for` says.
+        shard_size: samples in a shard; None takes what ``shard_size_for`` says.
         num_workers: worker processes in every process.
         labels_are_shifted: the data set's labels are targets.
         fingerprint: what the key was made of.

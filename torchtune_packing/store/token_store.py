@@ -22,8 +22,6 @@ __all__ = ["TokenStore"]
 class TokenStore:
     """All documents of a data set, end to end.
 
-    ::
-
         samples   [7 8 9]  []  [4 5]
         tokens     7 8 9        4 5      int32 [T]
         seq_lens   3            2        int32 [n]
@@ -115,7 +113,7 @@ class TokenStore:
 
         Args:
             path: folder of the store; it appears, complete, when all is written.
-            ds: see :meth:`from_samples`, as for the next three.
+            ds: see ``from_samples``, as for the next three.
             num_workers: worker processes.
             labels_are_shifted: the labels are targets.
             progress: show a bar.

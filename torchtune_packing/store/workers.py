@@ -102,7 +102,7 @@ def iterate_chunks_in_workers(
     Args:
         ds: map-style data set with a length.
         num_workers: processes, at least 1.
-        labels_are_shifted: see :func:`~torchtune_packing.store.ingest.encode_samples`.
+        labels_are_shifted: see ``encode_samples``.
         begin: first sample.
         end: one past the last sample.
 

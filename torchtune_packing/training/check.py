@@ -1,7 +1,7 @@
 """Measures on a real model that packed equals unpacked; ``recipes/check_packing.py`` reports it.
 
 Logits, loss and gradients of packs are compared with those of the single documents, within a few
-times the model's own rounding (:mod:`torchtune_packing.training.check_reference`).
+times the model's own rounding (``torchtune_packing.training.check_reference``).
 
 Whether documents see each other is not a question of rounding. When a token is replaced, what must
 not see it computes the same numbers in the same order, so it must come out the same to the last bit

@@ -1,7 +1,7 @@
 """The reference of ``recipes/check_packing.py``: documents one at a time, before any packing.
 
 It is the user's model as torchtune built it: no mask, no positions, plain cross entropy. Its own
-rounding is measured beside it: :func:`measure_alone` runs every document a second time, in another
+rounding is measured beside it: ``measure_alone`` runs every document a second time, in another
 shape and under an explicit causal mask. A packed run may differ by a few times that. The measure
 never sees a pack, so a leak cannot raise its own limit.
 """

@@ -1,7 +1,7 @@
 """Checkpoints of a run that are whole or not there at all.
 
 Each one is a folder ``<output_dir>/step_<n>``. It is written beside its final place, flushed to the
-disk file by file, and only then renamed, so a kill at any moment leaves the last whole one::
+disk file by file, and only then renamed, so a kill at any moment leaves the last whole one:
 
     step_000012/
         model-00001-of-00001.safetensors   weights under Hugging Face names   (full finetuning)
@@ -142,7 +142,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads what :func:`write_state` wrote, without executing anything.
+    """Reads what ``write_state`` wrote, without executing anything.
 
     Returns:
         The tensors and the facts.

@@ -1,6 +1,6 @@
 """The data of a run: data sets, order, and the micro-batches of every optimizer step left.
 
-:meth:`TrainingData.steps` is the whole schedule of a run as one iterator. Given a position it
+``TrainingData.steps`` is the whole schedule of a run as one iterator. Given a position it
 yields the optimizer steps from there to the end, over epochs, each with all its micro-batches, so
 that the trained targets are counted before the first backward.
 """

@@ -26,7 +26,7 @@ def evaluate(
 
     Args:
         forward: the model with its attention.
-        loader: batches of an :class:`~torchtune_packing.training.loading.EvenBatches` sampler, or
+        loader: batches of an ``EvenBatches`` sampler, or
             None when there is no validation set.
         ranks: the processes of the run.
         reduction: "token" or "document".

@@ -100,7 +100,7 @@ class EvenBatches(Sampler[list[int]]):
     """Every item exactly once over all ranks, in order, with as many batches on every rank.
 
     A sharded model needs all ranks in each forward. Where the items do not divide, the ranks that
-    have run out repeat their share's last batch; :attr:`num_counted` tells how many of a rank's
+    have run out repeat their share's last batch; ``num_counted`` tells how many of a rank's
     batches are its own and count.
 
     Args:
@@ -138,19 +138,19 @@ def make_loader(
     static_shapes: bool = False,
     collate: Callable[[Sequence[Any]], MicroBatch] | None = None,
 ) -> DataLoader[Any]:
-    """A loader of :class:`MicroBatch` for one epoch.
+    """A loader of ``MicroBatch`` for one epoch.
 
     Args:
-        dataset: a :class:`~torchtune_packing.PackedDataset`, or any map-style data set of samples
+        dataset: a ``PackedDataset``, or any map-style data set of samples
             for padding-free rows.
-        batches: a batch sampler (``StepSampler``, ``TokenBatchSampler``, :class:`EvenBatches`).
+        batches: a batch sampler (``StepSampler``, ``TokenBatchSampler``, ``EvenBatches``).
         padding_idx: token id to pad with.
         ignore_idx: label of what is not trained.
         num_workers: loader processes; 0 loads in this one.
         pin_memory: pin the tensors for copies to a GPU.
         static_shapes: pad every row to ``max_seq_len`` and the documents to a fixed number, for
             compiled code; otherwise rows are as long as the longest of their batch.
-        collate: a collate of your own that returns a :class:`MicroBatch`.
+        collate: a collate of your own that returns a ``MicroBatch``.
     """
     packed = isinstance(dataset, PackedDataset)
     static = None

@@ -207,9 +207,9 @@ def build_optimizer(
 
     Args:
         cfg_optimizer: any optimizer component (torch's AdamW, torchao's 8-bit AdamW, ...).
-        model: built by :func:`build_model`.
+        model: built by ``build_model``.
         ranks: the processes of the run.
-        state: what :func:`optimizer_state` gave, on any number of ranks.
+        state: what ``optimizer_state`` gave, on any number of ranks.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = config.instantiate(cfg_optimizer, trained)
@@ -241,7 +241,7 @@ def build_scheduler(
 
     Args:
         cfg_scheduler: a torchtune schedule component, or None for a constant rate.
-        optimizer: as :func:`build_optimizer` made it, before its state is restored or after.
+        optimizer: as ``build_optimizer`` made it, before its state is restored or after.
         num_training_steps: optimizer steps of the whole run.
         state: the schedule's saved state, to go on where a run stopped.
     """

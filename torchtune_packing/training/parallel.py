@@ -1,7 +1,7 @@
 """The few facts about ranks that a recipe needs, the same for one process and for many.
 
 A recipe started by ``tune run recipes/x.py`` has no process group; one started with
-``--nproc_per_node`` (or any torchrun flags) does. :class:`Ranks` hides the difference, so that the
+``--nproc_per_node`` (or any torchrun flags) does. ``Ranks`` hides the difference, so that the
 training loop is written once. The reductions carry sums only: each count enters them once, freshly
 made for its step.
 """

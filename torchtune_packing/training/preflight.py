@@ -1,9 +1,9 @@
 """Everything about a config that can be known to be wrong before anything slow happens.
 
-:func:`check_config` looks at the whole config and reports all problems together, each as one
+``check_config`` looks at the whole config and reports all problems together, each as one
 sentence with the value found, the limit and the remedy. It builds the model on the meta device
 (shapes only, no memory) and reads nothing but small JSON files. What depends on the data is checked
-when the data set has been opened, still before weights are read (:func:`check_data`).
+when the data set has been opened, still before weights are read (``check_data``).
 """
 
 from __future__ import annotations

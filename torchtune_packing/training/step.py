@@ -26,7 +26,7 @@ class PackedForward:
 
     Args:
         model: a torchtune decoder whose attention has been installed.
-        attention: what :func:`~torchtune_packing.attention.install_attention` returned; makes the
+        attention: what ``install_attention`` returned; makes the
             masks, and its device is where everything goes.
         offloading: context of activation offloading.
         meter: times mask and forward; None times nothing.
@@ -110,7 +110,7 @@ def accumulate_gradients(
 
     Args:
         step: micro-batches and the counts of all ranks.
-        loss_of: summed loss of a micro-batch over its trained rows (:meth:`PackedForward.loss`, or
+        loss_of: summed loss of a micro-batch over its trained rows (``PackedForward.loss``, or
             your own).
         ranks: the processes of the run.
         meter: times the backward.

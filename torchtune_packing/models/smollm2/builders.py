@@ -116,7 +116,7 @@ def lora_smollm2_360m(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """Builds SmolLM2-360M with LoRA adapters; arguments as for :func:`lora_smollm2_135m`."""
+    """Builds SmolLM2-360M with LoRA adapters; arguments as for ``lora_smollm2_135m``."""
     return _lora_decoder(
         _SIZE_360M,
         lora_attn_modules,
@@ -140,7 +140,7 @@ def lora_smollm2_1_7b(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """Builds SmolLM2-1.7B with LoRA adapters; arguments as for :func:`lora_smollm2_135m`."""
+    """Builds SmolLM2-1.7B with LoRA adapters; arguments as for ``lora_smollm2_135m``."""
     return _lora_decoder(
         _SIZE_1_7B,
         lora_attn_modules,

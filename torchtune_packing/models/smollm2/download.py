@@ -134,7 +134,7 @@ def to_half_order(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Puts the rows of a query or key projection from llama.cpp's order into Hugging Face's.
 
     Rotary embeddings turn pairs of rows. llama.cpp has the two of a pair side by side, Hugging Face
-    has all first ones of a head, then all second ones::
+    has all first ones of a head, then all second ones:
 
         one head of 6 rows, pairs a, b, c:   a0 a1 b0 b1 c0 c1  ->  a0 b0 c0 a1 b1 c1
 

@@ -1,6 +1,6 @@
 r"""SmolLM2's tokenizer in torchtune's terms: ChatML, message masking, truncation that keeps EOS.
 
-A conversation becomes one run of tokens::
+A conversation becomes one run of tokens:
 
     <|im_start|>system\nYou are ...<|im_end|>\n        not trained
     <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n       not trained (message.masked)
@@ -115,7 +115,7 @@ class SmolLM2Tokenizer:
         """Turns a conversation into token ids and a mask.
 
         A conversation that does not start with a system message gets
-        :data:`DEFAULT_SYSTEM_MESSAGE`, as the published chat template does.
+        ``DEFAULT_SYSTEM_MESSAGE``, as the published chat template does.
 
         Cut on the right at ``max_seq_len``, the last kept token becomes EOS. It is trained if the
         token that it replaces was: so exactly when the cut falls into what a trained message says.
@@ -172,7 +172,7 @@ class SmolLM2Tokenizer:
 
         Args:
             sample: holds ``messages``, a list of torchtune messages; other keys are kept.
-            inference: whether the tokens are a prompt to answer, see :meth:`tokenize_messages`.
+            inference: whether the tokens are a prompt to answer, see ``tokenize_messages``.
         """
         rest = {key: value for key, value in sample.items() if key != "messages"}
         tokens, mask = self.tokenize_messages(sample["messages"], add_end_tokens=not inference)
@@ -198,7 +198,7 @@ def smollm2_tokenizer(
         max_seq_len: longest conversation in tokens; longer ones are cut. None: no limit.
         prompt_template: dotted path of a torchtune prompt template, or a dict that maps roles to
             what is put before and after their text.
-        truncation_type: ``"right"`` or ``"left"``, see :class:`SmolLM2Tokenizer`.
+        truncation_type: ``"right"`` or ``"left"``, see ``SmolLM2Tokenizer``.
 
     Raises:
         ValueError: if the file is missing or is not SmolLM2's, or an argument is out of range.

@@ -338,6 +338,32 @@ def test_generation_gives_the_same_tokens_with_and_without_a_cache(backend) -> N
     assert torch.equal(tokens, expected)
 
 
+class ScaleOfEachHead(nn.Module):
+    """A norm's place holder that tells heads from positions: input ``[b, h, s, head_dim]``."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + torch.arange(heads).view(heads, 1, 1) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x / x.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_norms_of_queries_and_keys_come_where_torchtune_has_them(backend) -> None:
+    """No family of torchtune 0.6.1 has them, but its attention takes them."""
+    model = tiny("llama3")
+    for layer in model.layers:
+        layer.attn.q_norm = ScaleOfEachHead(layer.attn.num_heads)
+        layer.attn.k_norm = ScaleOfEachHead(layer.attn.num_kv_heads)
+    expected = BATCH.alone(model)
+    attn = install_attention(model, backend, **CPU)
+    BATCH.run(model, attn.prepare(BATCH.seq_lens, BATCH.s)).assert_equals(
+        expected, logits=1e-4, loss=1e-5, grads=1e-4
+    )
+    assert set(attn.describe_layers().values()) == {backend}
+
+
 def test_a_copy_works_on_its_own_and_a_second_installation_changes_the_backend() -> None:
     model = tiny("llama3")
     attn = install_attention(model, "varlen", **CPU)

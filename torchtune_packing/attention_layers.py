@@ -82,8 +82,7 @@ class PackedLayer(nn.Module):
             float ``[b, s, embed_dim]``.
 
         Raises:
-            ValueError: When there is no mask and no KV cache, or the mask is of another backend or
-                of another batch.
+            ValueError: When there is no mask, or it is of another backend or of another batch.
         """
         if not self._takes(x, y, mask):
             self.packed_ran = "sdpa"
@@ -108,9 +107,7 @@ class PackedLayer(nn.Module):
 
     def _takes(self, x: torch.Tensor, y: torch.Tensor | None, mask: Any) -> bool:
         """True when the installed kernel is to run, False when torchtune's own code is."""
-        if mask is None:
-            if self.cache_enabled:
-                return False
+        if mask is None:  # with a KV cache too, where torchtune's decoder asks for one itself
             raise ValueError(
                 "this model was prepared for packed batches and was called with mask=None, which "
                 "would let documents attend to each other; pass mask=attn.prepare(seq_lens, s) "

@@ -4,7 +4,7 @@ For every pack length it prints real tokens per second, peak memory and the time
 The documents are the same for all: log-normal lengths (median 180), packed by best fit. ``padded``
 runs them eight at a time through torchtune's own layers, padded to the longest. Each candidate gets
 a fresh model with the same seeded weights, three warm-up steps (kernels compile in the first) and
-then the timed ones, in turn.
+then the timed ones; one model is on the GPU at a time, so that its peak memory is its own.
 
     python -m benchmarks.gpu_step [--quick] [--size 135m|360m|1_7b] [--lengths 2048 8192 32768]
 """
@@ -12,6 +12,7 @@ then the timed ones, in turn.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -140,32 +141,39 @@ def mask_milliseconds(
     return spread(times[1:])["median"]
 
 
+def candidate(
+    name: str, pack: dict[str, torch.Tensor], s: int, size: str, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """What one candidate takes, or the reason why it was left out."""
+    mask_ms = 0.0
+    try:
+        model = build(size, s, device)
+        if name == "padded":
+            step = padded_step(model, pack, device)
+        else:
+            batch = collate_packed([pack], pad_to=s, mask=None)
+            attn = install_attention(model, name, device=device, dtype=torch.bfloat16)
+            if attn.backend != name:
+                raise ValueError(attn.reason)
+            mask_ms = mask_milliseconds(attn, batch["seq_lens"], s, rounds)
+            step = packed_step(model, attn, batch)
+        seconds, peak = measure(step, rounds, device)
+    except Exception as error:  # a kernel that cannot be built must not cost the other figures
+        return {"left_out": (str(error) or type(error).__name__).splitlines()[0]}
+    return {"seconds": seconds, "peak_gib": peak, "mask_ms": mask_ms}
+
+
 def at_length(s: int, size: str, rounds: int, device: torch.device) -> dict[str, Any]:
     """All candidates at one pack length; one that cannot run is listed with its reason."""
     pack = first_pack(s)
-    batch = collate_packed([pack], pad_to=s, mask=None)
     real = int(pack["seq_lens"].sum())
     found: dict[str, Any] = {}
     for name in ("padded", *BACKENDS):
-        model = build(size, s, device)
-        mask_ms = 0.0
-        try:
-            if name == "padded":
-                step = padded_step(model, pack, device)
-            else:
-                attn = install_attention(model, name, device=device, dtype=torch.bfloat16)
-                if attn.backend != name:
-                    raise ValueError(attn.reason)
-                mask_ms = mask_milliseconds(attn, batch["seq_lens"], s, rounds)
-                step = packed_step(model, attn, batch)
-            seconds, peak = measure(step, rounds, device)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            found[name] = {"left_out": str(error).splitlines()[0]}
-            continue
-        finally:
-            del model
-            torch.cuda.empty_cache()
-        found[name] = {"seconds": seconds, "peak_gib": peak, "mask_ms": mask_ms}
+        found[name] = candidate(name, pack, s, size, rounds, device)
+        # Layers and their attention refer to each other; a dead model must not count as the
+        # peak memory of the next one.
+        gc.collect()
+        torch.cuda.empty_cache()
     rows = []
     padded = found["padded"].get("seconds")
     for name, numbers in found.items():

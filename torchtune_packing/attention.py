@@ -175,6 +175,8 @@ class _FirstCall:
                 out = self.kernel(layer, q, k, v, mask)
                 self.worked = True
                 return out
+        except torch.OutOfMemoryError:
+            raise  # sdpa would need more
         except Exception as error:
             what = f"attention backend {self.backend} failed at its first call with head_dim "
             what += f"{layer.head_dim} and s = {q.shape[1]} ({type(error).__name__}: {error})"

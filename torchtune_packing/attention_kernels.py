@@ -137,10 +137,19 @@ class WindowedBlockMasks:
         self.seq_len: int = some.seq_lengths[0]
 
 
+#: Graphs that FlexAttention may be compiled to: one for each shape, with and without gradients,
+#: with and without a sliding window.
+_MOST_GRAPHS = 64
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
     # Compiled here and not at import, so that importing costs nothing and asks for no device.
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    # fullgraph: past the limit torch raises; without it torch goes on unfused, holding all scores.
+    options: dict[str, Any] = {"dynamic": False, "fullgraph": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _MOST_GRAPHS
+    compiled: Callable[..., Any] = torch.compile(flex_attention, **options)
     return compiled
 
 

@@ -114,6 +114,12 @@ class PackedLayer(nn.Module):
                 "with the batch's seq_lens (or a bool mask [b, s, s])"
             )
         if isinstance(mask, torch.Tensor):
+            if mask.dim() != 3 or mask.dtype != torch.bool:
+                raise ValueError(
+                    f"the mask is a {mask.dtype} tensor of {mask.dim()} dimensions, which says "
+                    "nothing about documents; pass mask=attn.prepare(seq_lens, s) with the batch's "
+                    "seq_lens (or a bool mask [b, s, s])"
+                )
             if self.training and mask.shape[0] != x.shape[0]:
                 raise ValueError(
                     f"the mask has {mask.shape[0]} rows and the batch has {x.shape[0]}; make one "

@@ -64,13 +64,15 @@ class LossRows:
 
     def to(self, device: torch.device) -> LossRows:
         """Copies the three tensors to a device without waiting for it."""
-        weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
-        return LossRows(
-            self.rows.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            weights,
-            self.count,
-        )
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            # A copy from memory that is not pinned waits for the device, whatever it is told.
+            if device.type == "cuda" and x.device.type == "cpu":
+                x = x.pin_memory()
+            return x.to(device, non_blocking=True)
+
+        weights = None if self.weights is None else moved(self.weights)
+        return LossRows(moved(self.rows), moved(self.targets), weights, self.count)
 
 
 def loss_rows(

@@ -23,7 +23,8 @@ _PAIRWISE = (RotaryPositionalEmbeddings.forward, Llama3ScaledRoPE.forward)
 
 
 def _turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    # A gradient may come in any layout; complex numbers want their two parts side by side.
+    pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2)
 
 

@@ -22,6 +22,9 @@ __all__ = ["CountedCollate", "EvenBatches", "MicroBatch", "make_loader"]
 #: Slots for documents grow by this many, so that compiled code meets few different shapes.
 _DOCUMENT_SLOTS = 64
 
+#: Padding-free rows grow by this many positions where code is compiled for each length.
+_ROW_STEP = 512
+
 
 class MicroBatch:
     """One batch with the counts that only its samples could tell.
@@ -63,6 +66,7 @@ class CountedCollate:
         padding_idx: token id to pad with.
         ignore_idx: label of what is not trained.
         static: shapes that never change, for compiled code: ``pad_to`` and ``documents``.
+        row_step: rows of samples are padded to a multiple of this.
     """
 
     def __init__(
@@ -72,11 +76,13 @@ class CountedCollate:
         padding_idx: int,
         ignore_idx: int,
         static: tuple[int, int] | None = None,
+        row_step: int = 1,
     ) -> None:
         self.packed = packed
         self.padding_idx = padding_idx
         self.ignore_idx = ignore_idx
         self.static = static
+        self.row_step = row_step
 
     def __call__(self, samples: Sequence[Any]) -> MicroBatch:
         """Makes the batch of some packs or samples."""
@@ -88,6 +94,7 @@ class CountedCollate:
             batch = collate_packed(samples, self.padding_idx, self.ignore_idx, **common)
             documents = sum(len(sample["seq_lens"]) for sample in samples)
         else:
+            common["pad_to_multiple_of"] = self.row_step
             batch = collate_flattened(samples, self.padding_idx, self.ignore_idx, **common)
             documents = sum(len(sample["tokens"]) > 0 for sample in samples)
         lengths = torch.tensor([len(sample["tokens"]) for sample in samples])
@@ -149,7 +156,8 @@ def make_loader(
         num_workers: loader processes; 0 loads in this one.
         pin_memory: pin the tensors for copies to a GPU.
         static_shapes: pad every row to ``max_seq_len`` and the documents to a fixed number, for
-            compiled code; otherwise rows are as long as the longest of their batch.
+            compiled code, and rows without padding to a multiple of 512; otherwise rows are as
+            long as the longest of their batch.
         collate: a collate of your own that returns a ``MicroBatch``.
     """
     packed = isinstance(dataset, PackedDataset)
@@ -159,7 +167,11 @@ def make_loader(
         static = (dataset.max_seq_len, -(-slots // _DOCUMENT_SLOTS) * _DOCUMENT_SLOTS)
     if collate is None:
         collate = CountedCollate(
-            packed=packed, padding_idx=padding_idx, ignore_idx=ignore_idx, static=static
+            packed=packed,
+            padding_idx=padding_idx,
+            ignore_idx=ignore_idx,
+            static=static,
+            row_step=_ROW_STEP if static_shapes else 1,
         )
     return DataLoader(
         dataset,

@@ -65,7 +65,8 @@ class PackedForward:
             tokens: int64 ``[b, s]``, on the CPU.
             input_pos: int64 ``[b, s]``, on the CPU.
             seq_lens: int32 ``[b, d]``, on the CPU; rows sum to s.
-            rows: int64 ``[r]``, positions in the flattened batch ``[b * s]``.
+            rows: int64 ``[r]``, positions in the flattened batch ``[b * s]``; on the device, where
+                ``LossRows.to`` brings them without waiting.
             real_lengths: int64 ``[b]``, tokens in front of the padding tail.
 
         Returns:
@@ -77,13 +78,24 @@ class PackedForward:
         with self._phase("mask"):
             mask = self.attention.prepare(seq_lens, tokens.shape[1], real_lengths=real_lengths)
         # Only rows with a target reach the output projection; other logits would go unread.
-        with self._phase("forward"), self._trained_rows.only(rows.to(device)):
+        with self._phase("forward"), self._trained_rows.only(rows.to(device, non_blocking=True)):
             with self._offloading if self.model.training else nullcontext():
                 return self.model(tokens, input_pos=input_pos, mask=mask)
 
     def loss(self, micro_batch: MicroBatch, rows: LossRows) -> torch.Tensor:
-        """Sum of the cross entropy over the trained rows of a batch, not divided by anything."""
+        """Sum of the cross entropy over the trained rows of a batch, not divided by anything.
+
+        Raises:
+            ValueError: if the batch has no ``seq_lens``: without them nothing keeps documents
+                apart.
+        """
         batch = micro_batch.batch
+        if "seq_lens" not in batch:
+            raise ValueError(
+                f"The batch has {', '.join(batch)} and no seq_lens, so its documents could not be "
+                "kept apart; collate it with mask=None, which keeps seq_lens."
+            )
+        rows = rows.to(self.attention.device)
         logits = self.logits(
             batch["tokens"],
             batch["input_pos"],
@@ -91,7 +103,6 @@ class PackedForward:
             rows.rows,
             micro_batch.real_lengths,
         )
-        rows = rows.to(self.attention.device)
         with self._phase("forward"):
             return sum_cross_entropy(logits, rows.targets, rows.weights)
 
@@ -119,14 +130,15 @@ def accumulate_gradients(
         The loss of the step, the same on every rank; 0.0 when nothing in it is trained.
     """
     divisor = max(step.counts.divisor, 1)
-    loss_sum = 0.0
+    losses = []
     for micro_batch, rows in step:
         loss = loss_of(micro_batch, rows)
         with meter.phase("backward"):
             # FSDP averages gradients over the ranks; the divisor is that of all ranks already.
             (loss * (ranks.world_size / divisor)).backward()
-        loss_sum += loss.item()
-    return ranks.sum(loss_sum)[0] / divisor
+        losses.append(loss.detach())
+    # Read back once: each reading waits until the device has caught up.
+    return ranks.sum(sum(torch.stack(losses).tolist()))[0] / divisor
 
 
 def update_weights(

@@ -65,6 +65,7 @@ def test_a_long_mask_is_thinned_out() -> None:
     assert max(image.shape) < 1100
 
 
+PADDING = to_rgba("#d5dae0")
 BLUE, ORANGE, RED, NOTHING = "#2f6db3", "#e07b39", "#c62828", (0, 0, 0, 0)
 
 
@@ -78,9 +79,17 @@ def test_a_pattern_tells_what_moved_rightly_wrongly_and_not_at_all() -> None:
     for column, colours in ((0, first), (5, second)):
         assert [tuple(point) for point in image[:, column]] == [to_rgba(c) for c in colours]
     assert axes.get_title(loc="left").startswith("Red:")
+    # The stripes lie over the triangles, and the legend names the colours that are there.
+    assert len(axes.patches) == 2
+    assert all(triangle.zorder < axes.images[0].zorder for triangle in axes.patches)
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names[0] == "a document" and len(names) == 4
     moved[0, 6], moved[1, 7] = False, True
-    title = plot_attention_pattern(moved, [0, 5], [0, 4, 8]).axes[0].get_title(loc="left")
+    axes = plot_attention_pattern(moved, [0, 5], [0, 4, 8]).axes[0]
+    title = axes.get_title(loc="left")
     assert title.startswith("Every probed token is seen in its own document")
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["a document", "moved, as it should"]
 
 
 def test_a_long_pattern_is_thinned_out_and_still_shows_a_single_leak() -> None:
@@ -106,6 +115,12 @@ def test_padded_rows_are_as_long_as_the_longest_of_their_batch() -> None:
     assert f"{positions:,.0f} positions, {100 * 13 / positions:.2f} %" in upper.get_title(
         loc="left"
     )
+    # The documents have the same colours in both halves.
+    upper_colours, lower_colours = (
+        sorted((width, colour) for _, width, colour in bars(axes) if colour != PADDING)
+        for axes in figure.axes
+    )
+    assert upper_colours == lower_colours and len(upper_colours) == 4
     # [6] [1 4] [2]: 13 of 18
     assert "18 positions, 72.22 %" in lower.get_title(loc="left")
 

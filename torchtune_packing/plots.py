@@ -51,8 +51,10 @@ _DOCUMENTS = (
 
 def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)  # inches
+    return Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
 
 
 def _dress(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
@@ -72,6 +74,22 @@ def _thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
+def _ticks_of_lengths(axis: Any) -> None:
+    """Labels 1, 2, 5, 10, ... on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    _thousands(axis)
+
+
+def _ticks_of_positions(axis: Any, size: int) -> None:
+    """Eighths of a pack, so that its end has a label; left alone where a pack has no eighths."""
+    if size % 8 == 0:
+        axis.set_ticks(range(0, size + 1, size // 8))
+    _thousands(axis)
+
+
 def plot_lengths(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
     """Histogram of document lengths beside the tokens that they hold, and where a pack ends.
 
@@ -89,7 +107,7 @@ def plot_lengths(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
     tokens, _ = np.histogram(lengths, edges, weights=lengths)
     figure = _figure(9, 3.9)
     axes = figure.subplots()
-    both = ((documents, _MAIN, "of the documents"), (tokens, _SECOND, "of the tokens"))
+    both = ((documents, _MAIN, "documents"), (tokens, _SECOND, "tokens that are in them"))
     for counts, colour, name in both:
         share = 100 * counts / counts.sum()
         axes.stairs(share, edges, fill=True, color=colour, alpha=0.25)
@@ -114,8 +132,8 @@ def plot_lengths(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
     title = (
         f"Half of the documents have at most {median:,.0f} tokens, the longest {lengths.max():,}"
     )
-    _dress(axes, title, "tokens in a document (logarithmic)", "share in %")
-    _thousands(axes.xaxis)
+    _dress(axes, title, "tokens in a document (logarithmic)", "share of all, in %")
+    _ticks_of_lengths(axes.xaxis)
     axes.legend(
         frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(0.8, 1), labelcolor=_INK
     )
@@ -156,19 +174,23 @@ def plot_fill(dataset: PackedDataset) -> Figure:
     return figure
 
 
-def _rows(axes: Axes, rows: list[tuple[list[int], int]], gap: float) -> None:
+def _rows(
+    axes: Axes, rows: list[tuple[list[int], int]], gap: float, names: Sequence[int] | None = None
+) -> None:
     """Draws rows of documents end to end, each followed by its padding.
 
     Args:
         axes: where to draw.
         rows: lengths of the documents, and the length of the row.
         gap: white space between two rows, as a share of a row.
+        names: number of each document, which chooses its colour; None counts from 0.
     """
-    colour = 0
+    num_documents = sum(len(lengths) for lengths, _ in rows)
+    names = range(num_documents) if names is None else names
+    palette = iter([_DOCUMENTS[name % len(_DOCUMENTS)] for name in names])
     for y, (lengths, width) in enumerate(rows):
         ends = np.cumsum(lengths)
-        colours = [_DOCUMENTS[(colour + i) % len(_DOCUMENTS)] for i in range(len(lengths))]
-        colour += len(lengths)
+        colours = [next(palette) for _ in lengths]
         spans = [(int(e - n), int(n)) for e, n in zip(ends, lengths, strict=True)]
         place = (y + gap / 2, 1 - gap)
         # A hair of white between documents, where they are wide enough for one.
@@ -198,10 +220,11 @@ def plot_batch(dataset: PackedDataset, num_packs: int = 8) -> Figure:
     axes.set_yticks(np.arange(len(rows)) + 0.5, [f"{i:,}" for i in chosen])
     share = 100 * real / (len(rows) * dataset.max_seq_len)
     title = (
-        f"{documents} documents in {len(rows)} packs, each in its own colour; {share:.1f} % real"
+        f"{documents} documents in {len(rows)} packs, a colour each; {share:.1f} % real tokens, "
+        "grey is padding"
     )
-    _dress(axes, title, "position in the pack", "pack")
-    _thousands(axes.xaxis)
+    _dress(axes, title, "position in the pack", "number of the pack")
+    _ticks_of_positions(axes.xaxis, dataset.max_seq_len)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return figure
@@ -238,11 +261,11 @@ def plot_mask(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
         f"Each of the {len(lengths)} documents sees only itself:\n{share:.0f} % of the pairs of "
         "plain causal attention"
     )
-    _dress(axes, title, "key position (attended to)", "query position")
+    _dress(axes, title, "position that is attended to (key)", "position that attends (query)")
+    for axis in (axes.xaxis, axes.yaxis):
+        _ticks_of_positions(axis, max_seq_len)
     axes.set_xlim(0, max_seq_len)
     axes.set_ylim(max_seq_len, 0)
-    _thousands(axes.xaxis)
-    _thousands(axes.yaxis)
     return figure
 
 
@@ -262,13 +285,14 @@ def plot_attention_pattern(
             ``bounds[i]`` up to ``bounds[i + 1]``.
     """
     from matplotlib.colors import to_rgba
+    from matplotlib.patches import Patch
 
     s = moved.shape[1]
     step = max(1, s // 1000)  # positions of a point of the image
     half = max(step, s // 300)  # a stripe is drawn wide enough to be seen
     edges, positions = np.asarray(bounds), np.arange(s)
     image = np.zeros((-(-s // step), -(-s // step), 4))
-    as_it_should = True
+    seen: dict[str, str] = {}  # colours that were drawn, with their meaning
     for row, k in zip(moved, probes, strict=True):
         after = int(np.searchsorted(edges, k, side="right"))
         begin = int(edges[after - 1]) if after else 0
@@ -276,23 +300,30 @@ def plot_attention_pattern(
         allowed = (positions >= k) & (positions < stop)
         columns = slice(max(begin, k - half) // step, (min(stop, k + half + 1) - 1) // step + 1)
         # Where positions share a point, what is wrong is drawn over what is right.
-        for which, colour in (
-            (row & allowed, _MAIN),
-            (~row & allowed, _SECOND),
-            (row & ~allowed, _ALARM),
+        for which, colour, meaning in (
+            (row & allowed, _MAIN, "moved, as it should"),
+            (~row & allowed, _SECOND, "did not move, and should have"),
+            (row & ~allowed, _ALARM, "moved, and must not"),
         ):
             image[np.flatnonzero(which) // step, columns] = to_rgba(colour)
-        as_it_should = as_it_should and bool((row == allowed).all())
+            if which.any():
+                seen[colour] = meaning
+    as_it_should = not seen.keys() & {_SECOND, _ALARM}
     figure = _figure(5.6, 5.9)
     axes = figure.subplots()
     for begin, stop in zip(bounds[:-1], bounds[1:], strict=True):
         axes.fill([begin, begin, stop], [begin, stop, stop], color=_LIGHT, linewidth=0)
-    axes.imshow(image, interpolation="nearest", extent=(0, s, s, 0))
+    # Images lie under everything else by default.
+    axes.imshow(image, interpolation="nearest", extent=(0, s, s, 0), zorder=2)
     title = (
         "Every probed token is seen in its own document,\nfrom its position on, and nowhere else"
     )
     if not as_it_should:
         title = "Red: a position saw what it must not see;\norange: it did not see what it should"
+    patches = [Patch(color=_LIGHT, label="a document")]
+    patches += [Patch(color=colour, label=meaning) for colour, meaning in seen.items()]
+    # The upper half is never drawn on, but by a leak backwards.
+    axes.legend(handles=patches, loc="upper right", fontsize=8.5, frameon=False, labelcolor=_INK)
     _dress(axes, title, "position whose token was replaced", "position that moved")
     axes.set_xlim(0, s)
     axes.set_ylim(s, 0)
@@ -316,7 +347,8 @@ def plot_padded_against_packed(
     packs = [(plan.seq_lens(int(i)).tolist(), size) for i in chosen]
     lengths = np.array([n for row, _ in packs for n in row])
     # As a shuffled run would meet them; fixed, so that the picture is always the same.
-    lengths = lengths[np.random.RandomState(0).permutation(len(lengths))].tolist()
+    order = np.random.RandomState(0).permutation(len(lengths)).tolist()
+    lengths = lengths[order].tolist()
     padded = []
     for begin in range(0, len(lengths), padded_batch_size):
         batch = lengths[begin : begin + padded_batch_size]
@@ -325,23 +357,24 @@ def plot_padded_against_packed(
     upper, lower = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": [max(4, min(12, len(padded) / 8)), 2.2]}
     )
-    for axes, rows, gap, name in (
-        (upper, padded, 0.12, f"Padded, {padded_batch_size} documents in a batch"),
-        (lower, packs, 0.2, "Packed"),
+    for axes, rows, gap, names, name in (
+        (upper, padded, 0.12, order, f"Padded, {padded_batch_size} documents in a batch"),
+        (lower, packs, 0.2, None, "The same documents packed"),
     ):
-        _rows(axes, rows, gap)
+        _rows(axes, rows, gap, names)
         positions = sum(width for _, width in rows)
         title = (
             f"{name}: {positions:,} positions, {100 * sum(lengths) / positions:.2f} % of them real"
+            + "; grey is padding" * (axes is upper)
         )
-        _dress(axes, title, "", "rows of the batches" if axes is upper else "packs")
+        _dress(axes, title, "", "rows, a line between batches" if axes is upper else "packs")
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
     for batch in range(padded_batch_size, len(padded), padded_batch_size):
         upper.axhline(batch, color="#9aa5b1", linewidth=0.6)
     lower.set_xlabel("position in the row", fontsize=9.5, color=_MUTED)
     lower.set_xlim(0, size)
-    _thousands(lower.xaxis)
+    _ticks_of_positions(lower.xaxis, size)
     return figure
 
 

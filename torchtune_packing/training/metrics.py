@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from tqdm import tqdm
@@ -89,17 +89,38 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
 
 
+class _AboveBar:
+    """A stream to the terminal of a bar: its lines appear above the bar, never inside it."""
+
+    def __init__(self, stream: TextIO, bar: tqdm) -> None:
+        self._stream, self._bar, self._begun = stream, bar, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the lines that are whole and keeps the beginning of the next one."""
+        lines, end, self._begun = (self._begun + text).rpartition("\n")
+        if end:
+            self._bar.clear()
+            self._stream.write(lines + end)
+            self._stream.flush()
+            self._bar.refresh()
+        return len(text)
+
+
 class StepMeter:
     """Times the phases of a run and shows one line of progress.
 
-    In a terminal that line is a bar; in a file it is one line every ``log_every_n_steps``. Ranks
-    other than 0 show nothing.
+    On a terminal (stderr) that line is a bar, and whatever is printed until ``close`` appears above
+    it. Where stdout is no terminal, it gets one line every ``log_every_n_steps``, bar or not: so
+    ``tune run ... > log`` shows the bar and fills the log. Ranks other than 0 show nothing.
 
     Args:
         ranks: where this process stands.
         total_steps: optimizer steps of the whole run.
         done_steps: steps already done before a resume.
-        log_every_n_steps: how often a line goes to a file that is not a terminal.
+        log_every_n_steps: how often a line goes to a stdout that is no terminal.
     """
 
     def __init__(
@@ -108,15 +129,22 @@ class StepMeter:
         self._ranks = ranks
         self._every = log_every_n_steps
         self._total = total_steps
-        self._terminal = sys.stderr.isatty()
+        self._shows_bar = ranks.is_first and sys.stderr.isatty()
+        self._writes_lines = not (self._shows_bar and sys.stdout.isatty())
         self._bar = tqdm(
             total=total_steps,
             initial=done_steps,
-            disable=not (ranks.is_first and self._terminal),
+            disable=not self._shows_bar,
             dynamic_ncols=True,
             unit="step",
-            bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining} {postfix}",
+            bar_format="{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
         )
+        self._streams = (sys.stdout, sys.stderr)
+        if self._shows_bar:
+            # What goes to the same terminal, a warning of a library too, is written above the bar.
+            sys.stderr = cast(TextIO, _AboveBar(sys.stderr, self._bar))
+            if sys.stdout.isatty():
+                sys.stdout = cast(TextIO, _AboveBar(sys.stdout, self._bar))
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.totals = StepCounts()
         self.step_seconds = 0.0
@@ -171,10 +199,9 @@ class StepMeter:
             f"| fill {100 * rates['fill']:.1f}%"
         )
         due = number % self._every == 0
-        if self._terminal:
-            self._bar.set_postfix_str(line, refresh=False)
-            self._bar.update(1)
-        elif due:
+        self._bar.set_postfix_str(line, refresh=False)
+        self._bar.update(1)
+        if due and self._writes_lines:
             run.say(f"step {number}/{self._total} epoch {step.position.epoch + 1} | {line}")
         if not step.counts.trained:
             run.say(f"warning: step {number} has no trained target; no weight moved.")
@@ -189,5 +216,7 @@ class StepMeter:
         return {"steps": self.last_step, "real_tokens_per_second": speed, **shares}
 
     def close(self) -> None:
-        """Finishes the bar."""
+        """Finishes the bar, and gives stdout and stderr back."""
         self._bar.close()
+        if self._shows_bar:
+            sys.stdout, sys.stderr = self._streams

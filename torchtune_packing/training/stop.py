@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -13,7 +14,8 @@ class StopRequest:
     """Notes a SIGTERM or Ctrl-C so that the training loop can end between two steps.
 
     A second Ctrl-C interrupts at once, as Python does by default. Schedulers send SIGTERM to all
-    processes of a job, a terminal sends Ctrl-C to all of them: any rank's request stops all.
+    processes of a job, a terminal sends Ctrl-C to all of them: any rank's request stops all, and
+    rank 0 alone says so.
 
     Attributes:
         signal: the signal received, or None.
@@ -28,9 +30,14 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = number
+        repeated, self.signal = self.signal is not None, number
+        if repeated or os.environ.get("RANK", "0") != "0":
+            return
         name = signal.Signals(number).name
-        print(f"\n{name}: finishing this step, then saving.", file=sys.stderr, flush=True)
+        try:
+            print(f"{name}: finishing this step, then saving.", file=sys.stderr, flush=True)
+        except RuntimeError:
+            pass  # the signal came while the same stream was being written to; the run goes on
 
     def __bool__(self) -> bool:
         """True once a signal has come."""

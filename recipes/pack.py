@@ -21,13 +21,16 @@ Keys of its own, to be given on the command line:
     figures_dir=<folder>         default: <output_dir>/packing; null draws nothing
     predict_time=False           measures nothing
     --json                       prints one JSON object and nothing else (json=True does too)
+
+On a terminal the two tables are drawn with lines and colour; in a file they are plain text.
 """
 
 import json
 import os
 import sys
 import textwrap
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from torchtune_packing import quiet
 
@@ -39,13 +42,14 @@ from torchtune import config
 
 from torchtune_packing.accounting import (
     accounting_lines,
+    accounting_table,
     check_token_loss,
     effective_batch,
     waiting,
 )
 from torchtune_packing.cost_model import CostModel, layer_shape, measure
 from torchtune_packing.datasets.packed import build_store
-from torchtune_packing.pack_options import choose, option_lines, pack_options
+from torchtune_packing.pack_options import Option, choose, option_lines, pack_options
 from torchtune_packing.training import preflight
 
 KEYS = frozenset(
@@ -92,6 +96,78 @@ def cost_model(cfg: DictConfig, longest: int) -> tuple[CostModel | None, int | N
     return cost, positions
 
 
+class Table(NamedTuple):
+    """A table in both forms: plain lines for a file, cells for a terminal."""
+
+    lines: list[str]
+    header: Sequence[str]
+    rows: list[list[str]]
+    marked: int | None = None
+    notes: Sequence[str] = ()
+
+
+def data_table(dataset: Any, lines: list[str]) -> Table:
+    """What became of every document and token."""
+    total = dataset.stats.num_tokens
+    rows = [
+        [name, f"{documents:,}", f"{tokens:,}", f"{100 * tokens / total:.2f} %"]
+        for name, documents, tokens in accounting_table(dataset)
+    ]
+    return Table(lines, ("", "documents", "tokens", "share"), rows)
+
+
+def option_table(options: Sequence[Option], taken: Option | None) -> Table:
+    """The other ways to pack; the one to take is marked."""
+    header = ("strategy", "max_seq_len", "packs", "fill", "steps/epoch", "time/padded")
+    rows, notes = [], []
+    for option in options:
+        time = "-" if option.relative_time is None else f"{option.relative_time:.2f}"
+        numbers = [f"{option.packs:,}", f"{100 * option.fill:.2f} %", f"{option.steps_per_epoch:,}"]
+        numbers = [*numbers, time] if option.packs else ["-"] * 4
+        rows.append([option.strategy, f"{option.max_seq_len:,}", *numbers])
+        if option.problem:
+            notes.append(f"{option.strategy}, {option.max_seq_len:,}: {option.problem}")
+    marked = None if taken is None else options.index(taken)
+    return Table(option_lines(options, taken), header, rows, marked, notes)
+
+
+def plain(report: Iterable[str | Table]) -> list[str]:
+    """The report as lines of at most 80 columns, for a file."""
+    lines = []
+    for part in report:
+        lines += [part] if isinstance(part, str) else part.lines
+    return lines
+
+
+def show_on_terminal(report: Iterable[str | Table]) -> None:
+    """The same with drawn tables, as wide as the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    console = Console(highlight=False)
+    for part in report:
+        if isinstance(part, str):
+            if part:  # tables have space around them
+                console.print(part, markup=False)
+            continue
+        drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, name in enumerate(part.header):
+            drawn.add_column(name, justify="right" if i else "left", no_wrap=True)
+        for i, row in enumerate(part.rows):
+            drawn.add_row(*row, style="bold green" if i == part.marked else None)
+        console.print(drawn)
+        for note in part.notes:
+            console.print(note, markup=False, style="yellow")
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """A sentence in lines of at most 80 columns."""
+    return textwrap.wrap(
+        text, 80, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False
+    )
+
+
 def as_list(value: Any, default: list) -> list:
     """A config value that may be left out, or be one thing instead of a list of them."""
     if value is None:
@@ -99,8 +175,8 @@ def as_list(value: Any, default: list) -> list:
     return list(value) if isinstance(value, (list, ListConfig)) else [value]
 
 
-def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
-    """Packs and compares; returns the facts for JSON and the lines to print."""
+def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str | Table]]:
+    """Packs and compares; returns the facts for JSON and the report to show."""
     check(cfg)
     tokenizer = config.instantiate(cfg.tokenizer)
 
@@ -122,6 +198,11 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
         "balance": cfg.get("balance", True),
     }
     lines = accounting_lines(dataset, world_size, packs_per_step, **order)
+    num_table_lines = 1 + len(accounting_table(dataset))
+    report: list[str | Table] = [
+        data_table(dataset, lines[:num_table_lines]),
+        *lines[num_table_lines:],
+    ]
 
     # Other lengths and strategies, from the same store: nothing is tokenized again.
     size = dataset.max_seq_len
@@ -142,21 +223,19 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
         static_shapes=bool(cfg.get("compile", False)) or str(cfg.get("device")) == "cuda",
     )
     taken, reason = choose(options, 0.0 if cost is None else cost.error)
-    lines += ["", *option_lines(options, taken)]
+    report += ["", option_table(options, taken)]
     if cost is not None:
-        lines.append(
+        report += wrapped(
             f"time/padded: predicted time of an epoch over that of padded batches of "
-            f"{padded_batch_size},\n    from one layer on {cfg.get('device', 'cpu')} with "
+            f"{padded_batch_size}, from one layer on {cfg.get('device', 'cpu')} with "
             f"{cost.backend} attention; within {100 * cost.error:.0f} % on the "
             f"{len(cost.points)} measured points"
         )
     elif "model" in cfg and cfg.get("predict_time", True):
-        lines.append(f"no time predicted: this machine has no {cfg.device}")
+        report.append(f"no time predicted: this machine has no {cfg.device}")
     if taken is not None:
-        lines.append(f"would take: {taken.strategy}, max_seq_len={taken.max_seq_len}")
-    lines += textwrap.wrap(
-        f"because: {reason}", 80, initial_indent="    ", subsequent_indent="    "
-    )
+        report.append(f"would take: {taken.strategy}, max_seq_len={taken.max_seq_len}")
+    report += wrapped(f"because: {reason}", "    ")
 
     facts = {
         "stats": dataset.stats.as_dict(),
@@ -181,22 +260,28 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str]]:
 
         files = save_figures(dataset, folder, padded_batch_size=padded_batch_size)
         facts["figures"] = [str(file) for file in files]
-        lines.append(f"figures: {folder}/*.png")
+        report.append(f"figures: {folder}/*.png")
     try:
         check_token_loss(dataset, cfg.get("max_token_loss", 0.01))
     except ValueError as error:
         facts["training_would_stop"] = str(error)
-        lines.append(f"training would stop: {error}")
-    return facts, lines
+        report += wrapped(f"training would stop: {error}")
+    return facts, report
 
 
 @config.parse
 def main(cfg: DictConfig) -> int:
     """Packs the data of a config and shows what came of it."""
     with preflight.explained():
-        facts, lines = pack(cfg)
-    if facts:  # the first process of a launcher
-        print(json.dumps(facts) if cfg.get("json", False) else "\n".join(lines), flush=True)
+        facts, report = pack(cfg)
+    if not facts:  # another process of a launcher than the first
+        return 0
+    if cfg.get("json", False):
+        print(json.dumps(facts), flush=True)
+    elif sys.stdout.isatty():
+        show_on_terminal(report)
+    else:
+        print("\n".join(plain(report)), flush=True)
     return 1 if "training_would_stop" in facts else 0
 
 

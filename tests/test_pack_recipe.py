@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from recipes import pack as recipe
 from tests.helpers import D
+from tests.terminal import on_terminal
 from tests.tiny import ByteTokenizer, Sums, tiny_config, tiny_lora_model, tiny_model
 from torchtune_packing import PackedDataset, plan_packs
 from torchtune_packing.cost_model import (
@@ -134,8 +136,8 @@ def test_what_cannot_be_is_not_taken() -> None:
 
 
 def run(tmp_path: Path, **changes: object) -> tuple[dict, str]:
-    facts, lines = recipe.pack(tiny_config(tmp_path, **changes))
-    return facts, "\n".join(lines)
+    facts, report = recipe.pack(tiny_config(tmp_path, **changes))
+    return facts, "\n".join(recipe.plain(report))
 
 
 def test_the_recipe_shows_the_accounting_options_and_figures(tmp_path: Path) -> None:
@@ -156,16 +158,17 @@ def test_a_config_without_a_model_or_a_folder_will_do(tmp_path: Path) -> None:
     for key in ("model", "checkpointer", "optimizer", "output_dir"):
         config.pop(key)
     config.metric_logger = None
-    facts, lines = recipe.pack(config)
+    facts, report = recipe.pack(config)
     assert facts["cost_model"] is None and "figures" not in facts
     assert 0 < facts["waiting"] < 1 and facts["packs_per_step"] == 8
-    assert "2 ranks" in "\n".join(lines)
+    assert "2 ranks" in "\n".join(recipe.plain(report))
 
 
 def test_what_training_would_refuse_is_shown_and_named(tmp_path: Path) -> None:
     changes = {"dataset.max_seq_len": 20, "dataset.overlong": "drop", "predict_time": False}
     facts, text = run(tmp_path, figures_dir=None, **changes)
     assert "training would stop: packing loses" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "max_token_loss" in facts["training_would_stop"]
 
 
@@ -207,3 +210,33 @@ def test_json_from_the_command_line_and_a_sharded_build(tmp_path: Path) -> None:
     assert facts["stats"]["num_packed_tokens"] == ds.stats.num_packed_tokens
     [store] = [p for p in (tmp_path / "stores").iterdir() if (p / "meta.json").is_file()]
     assert np.load(store / "tokens.npy", mmap_mode="r").tolist() == ds.store.tokens.tolist()
+
+
+def test_a_terminal_gets_drawn_tables_and_a_file_plain_lines(tmp_path: Path) -> None:
+    """The same numbers in both; nothing is wider than 80 columns or cut short."""
+    config = tiny_config(tmp_path, max_seq_lens=[20, 64])
+    path = tmp_path / "config.yaml"
+    OmegaConf.save(config, path)
+    code = (
+        "import sys; from recipes import pack; sys.argv = ['pack', '--config', sys.argv[1], "
+        "'figures_dir=null', 'predict_time=False']; sys.exit(pack.main())"
+    )
+    shown = on_terminal([sys.executable, "-c", code, str(path)], env={"TERM": "xterm"})
+    assert "\x1b[1;32m" in shown.text  # the option to take, in colour
+    rows = shown.rows
+    assert max(map(len, rows)) <= 80
+    assert any(row.count("─") > 40 for row in rows)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "─" not in done.stdout and "\x1b" not in done.stdout
+    # Every number of the plain form is on the terminal, and no other.
+    first = next(i for i, row in enumerate(rows) if "documents in" in row)  # after a progress bar
+    texts = ("\n".join(rows[first:]), done.stdout)
+    drawn, plain = (set(re.findall(r"\d[\d,.]*\d|\d", text)) for text in texts)
+    assert drawn == plain and "98.04" in plain

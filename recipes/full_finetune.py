@@ -32,7 +32,7 @@ from torchtune_packing.training.data import Position, Step, TrainingData
 from torchtune_packing.training.evaluate import evaluate
 from torchtune_packing.training.example import ShownExample
 from torchtune_packing.training.metrics import StepMeter
-from torchtune_packing.training.report import check_finite, final_report
+from torchtune_packing.training.report import check_finite, final_report, report_validation
 from torchtune_packing.training.run import Run
 from torchtune_packing.training.step import PackedForward, accumulate_gradients, update_weights
 from torchtune_packing.training.stop import StopRequest
@@ -98,7 +98,7 @@ class FullFinetuneRecipe:
 
     def train(self) -> int:
         """Trains to the end, or until asked to stop; returns the exit code."""
-        run, stop = self.run, StopRequest()
+        run, stop, folder = self.run, StopRequest(), None
         if self.position.step == 0:
             self.loss_before = self.validate()
             self.example.write("before training", self.forward, run.ranks)
@@ -109,29 +109,28 @@ class FullFinetuneRecipe:
             log_every_n_steps=self.cfg.get("log_every_n_steps", 1),
         )
         self.forward.meter = self.meter
-        folder = None
         self.profiler.start()
         for step in self.meter.timed(self.data.steps(self.position)):
             self.train_step(step)
             self.profiler.step()
             self.position = step.position
-            stopping, folder = run.should_stop(stop), None
-            if stopping or run.due("save_every_n_steps", self.position.step):
-                folder = self.save_checkpoint()
-            if stopping:
+            folder = None
+            if run.should_stop(stop):
+                self.profiler.stop()
                 self.meter.close()
-                return run.stopped(folder, stop, self.position.step)
-            if run.due("run_val_every_n_steps", self.position.step):
-                run.log({"val_loss": self.validate()}, self.position.step)
+                return run.stopped(self.save_checkpoint(), stop, self.position.step)
+            if run.due("save_every_n_steps", self.position.step):
+                folder = self.save_checkpoint()
+            last = self.position.step == self.data.total_steps  # validated below
+            if run.due("run_val_every_n_steps", self.position.step) and not last:
+                report_validation(run, self.validate(), self.position.step)
         self.profiler.stop()
         self.meter.close()
-        if folder is None:  # the last step is not saved yet
-            folder = self.save_checkpoint()
+        folder = folder or self.save_checkpoint()
         loss_after = self.validate()
         self.example.write("after training", self.forward, run.ranks)
-        return final_report(
-            run, self.meter.summary(), (self.loss_before, loss_after), self.example, folder
-        )
+        losses = (self.loss_before, loss_after)
+        return final_report(run, self.meter, losses, self.example, folder)
 
     def train_step(self, step: Step) -> None:
         """One optimizer step: its micro-batches one after the other, then one update.

@@ -25,7 +25,7 @@ from torchtune_packing.training.data import Position, Step, TrainingData
 from torchtune_packing.training.evaluate import evaluate
 from torchtune_packing.training.example import ShownExample
 from torchtune_packing.training.metrics import StepMeter
-from torchtune_packing.training.report import check_finite, final_report
+from torchtune_packing.training.report import check_finite, final_report, report_validation
 from torchtune_packing.training.run import Run
 from torchtune_packing.training.step import PackedForward, accumulate_gradients, update_weights
 from torchtune_packing.training.stop import StopRequest
@@ -122,12 +122,14 @@ class LoRAFinetuneRecipe:
             self.position = step.position
             folder = None
             if run.should_stop(stop):
+                self.profiler.stop()
                 self.meter.close()
                 return run.stopped(self.save_checkpoint(), stop, self.position.step)
             if run.due("save_every_n_steps", self.position.step):
                 folder = self.save_checkpoint()
-            if run.due("run_val_every_n_steps", self.position.step):
-                run.log({"val_loss": self.validate()}, self.position.step)
+            last = self.position.step == self.data.total_steps  # validated below
+            if run.due("run_val_every_n_steps", self.position.step) and not last:
+                report_validation(run, self.validate(), self.position.step)
         self.profiler.stop()
         self.meter.close()
         folder = folder or self.save_checkpoint()
@@ -136,7 +138,7 @@ class LoRAFinetuneRecipe:
         loss_after = self.validate()
         self.example.write("after training", self.forward, run.ranks)
         losses = (self.loss_before, loss_after)
-        return final_report(run, self.meter.summary(), losses, self.example, folder)
+        return final_report(run, self.meter, losses, self.example, folder)
 
     def train_step(self, step: Step) -> None:
         """One optimizer step: its micro-batches one after the other, then one update."""

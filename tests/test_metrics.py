@@ -1,16 +1,21 @@
 """Counts and speeds under their own names, with a clock that does as it is told."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.helpers import D
 from torchtune_packing import PackedDataset
 from torchtune_packing.loss import loss_rows
 from torchtune_packing.training import metrics
 from torchtune_packing.training.data import Position, Step
+from torchtune_packing.training.example import ShownExample
 from torchtune_packing.training.loading import CountedCollate, EvenBatches
 from torchtune_packing.training.metrics import StepCounts, StepMeter
 from torchtune_packing.training.parallel import Ranks
+from torchtune_packing.training.report import final_report
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -90,3 +95,81 @@ def test_even_batches_count_every_item_once(
 
 def test_peak_memory_of_this_process_is_in_gib() -> None:
     assert 0.05 < metrics.peak_memory(torch.device("cpu"))["peak_memory_gib"] < 1000
+
+
+class Event:
+    """A CUDA event: its time can be asked for only once the device has come to it."""
+
+    reached = 0
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    def query(self) -> bool:
+        return self.number <= Event.reached
+
+    def synchronize(self) -> None:
+        Event.reached = max(Event.reached, self.number)
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.query() and end.query(), "both events must be completed"
+        return 1000.0 * (end.number - self.number)
+
+
+def test_times_of_the_device_are_read_once_it_has_come_to_them(monkeypatch) -> None:
+    """The update of the weights still runs when its step is over; nothing may wait for it."""
+    monkeypatch.setattr(metrics.torch.cuda, "Event", Event)
+    cuda = Ranks(0, 1, torch.device("cuda"))
+    run, meter = Recorder(), StepMeter(cuda, total_steps=2, log_every_n_steps=9)
+    steps = [Step([], [], StepCounts(trained=1), Position(i)) for i in (1, 2)]
+    for step in meter.timed(steps):
+        with meter.phase("forward"):
+            pass
+        with meter.phase("optimizer"):
+            pass
+        Event.reached = Event.recorded - 2  # the forward is done, the optimizer is not
+        meter.finish_step(run, step, {"loss": 4.0 - step.position.step})
+        assert Event.reached == Event.recorded - 2
+    assert meter.seconds["forward"] == 2.0 and meter.seconds["optimizer"] == 1.0
+    meter.summary()
+    assert meter.seconds["optimizer"] == 2.0
+    assert meter.losses == (3.0, 2.0)
+
+
+class Meter:
+    """A finished run that waited for its data and its masks."""
+
+    losses = (2.5, 1.25)
+
+    def __init__(self, **shares: float) -> None:
+        self.shares = shares
+
+    def summary(self) -> dict[str, float]:
+        return {"steps": 7, "real_tokens_per_second": 90.0, **self.shares}
+
+
+@pytest.mark.parametrize(
+    ("shares", "workers", "said"),
+    [
+        ({"share_data": 0.06, "share_mask": 0.04}, 0, ["try num_workers=2."]),
+        ({"share_data": 0.06, "share_mask": 0.04}, 4, ["try num_workers=8."]),
+        ({"share_data": 0.04, "share_mask": 0.06}, 0, ["try another attention_backend."]),
+        ({"share_data": 0.05, "share_mask": 0.05}, 0, []),
+    ],
+)
+def test_summary_says_what_to_try_next(shares, workers, said) -> None:
+    class Finished(Recorder):
+        cfg = OmegaConf.create({"num_workers": workers})
+
+        def resume_command(self) -> str:
+            return "tune run"
+
+    run, example = Finished(), ShownExample(None, None, None)
+    assert final_report(run, Meter(**shares), (None, None), example, Path("out")) == 0
+    assert [line.split(": ")[1] for line in run.lines if "try " in line] == said
+    assert "training loss: 2.5000 in the first step, 1.2500 in the last" in run.lines

@@ -221,3 +221,52 @@ def test_what_does_not_go_together_is_refused_before_the_model(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         FullFinetuneRecipe(config_of(tmp_path, settings, **changes)).setup()
+
+
+def opened(cfg: Any) -> TrainingData:
+    started = Run.start(cfg, cfg.keys())
+    data = TrainingData(started)
+    started.close()
+    return data
+
+
+@pytest.mark.parametrize("settings", [FLAT, BY_TOKENS], ids=["samples", "tokens"])
+def test_balance_reaches_the_order(tmp_path: Path, settings: dict[str, Any]) -> None:
+    assert opened(config_of(tmp_path, settings)).sampler.balance is True
+    assert opened(config_of(tmp_path, settings, balance=False)).sampler.balance is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_tokens": 120}, "max_tokens was 100 and is now 120"),
+        ({"max_tokens": None, "batch_size": 2}, "max_tokens was 100 and is now None"),
+    ],
+)
+def test_resume_with_batches_of_another_size_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """A position counts batches: with others it would repeat some samples and miss some."""
+    run(config_of(tmp_path, BY_TOKENS, max_steps_per_epoch=1))
+    cfg = config_of(
+        tmp_path, BY_TOKENS, max_steps_per_epoch=2, resume_from_checkpoint=True, **changes
+    )
+    with pytest.raises(ValueError, match=said):
+        FullFinetuneRecipe(cfg).setup()
+
+
+def test_start_of_a_padding_free_run_shows_what_it_trains_on(tmp_path: Path) -> None:
+    data = Sums(ByteTokenizer(), num_samples=60)
+    lengths = [len(data[i]["tokens"]) for i in range(60)]
+    trained = sum(sum(label != -100 for label in data[i]["labels"]) for i in range(60))
+    by_tokens = opened(config_of(tmp_path, BY_TOKENS))
+    steps = by_tokens.total_steps
+    lines = by_tokens.describe().splitlines()
+    assert lines[1].split() == ["documents", "in", "60", f"{sum(lengths):,}", "100.00", "%"]
+    assert f"longest document: {max(lengths)} tokens" in lines[4]
+    assert f"trained tokens: {100 * trained / sum(lengths):.1f} %" in lines[4]
+    assert f"{60 / steps:,.1f} documents and {sum(lengths) / steps:,.0f} tokens" in lines[5]
+    assert lines[-1].startswith(f"{2 * steps} batches of at most 100 tokens, 2 per step, {steps} ")
+    assert max(map(len, lines)) <= 80
+    by_samples = opened(config_of(tmp_path, FLAT, batch_size=4, max_steps_per_epoch=None))
+    assert by_samples.describe().splitlines()[-1].startswith("60 samples, 8 per step, 7 steps")

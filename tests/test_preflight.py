@@ -38,6 +38,8 @@ def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> No
         ({"dtype": "fp16"}, ["`dtype` is 'fp16'", "auto, fp32, bf16"]),
         ({"batch_size": 0}, ["`batch_size` is 0", "at least 1"]),
         ({"epochs": 1.5}, ["`epochs` is 1.5", "whole number"]),
+        ({"loss_reduction": "mean"}, ["`loss_reduction` is 'mean'", "token or document"]),
+        ({"balance": "no"}, ["`balance` is 'no'", "True or False"]),
         ({"seed": -1}, ["`seed` is -1", "at least 0"]),
         ({"enable_activation_offloading": True}, ["`enable_activation_offloading`", "device=cuda"]),
         (

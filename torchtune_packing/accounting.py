@@ -17,8 +17,16 @@ from torchtune_packing.sampler import balanced_shares, epoch_order
 
 if TYPE_CHECKING:
     from torchtune_packing.dataset import PackedDataset
+    from torchtune_packing.store import TokenStore
 
-__all__ = ["accounting_lines", "accounting_table", "check_token_loss", "effective_batch", "waiting"]
+__all__ = [
+    "accounting_lines",
+    "accounting_table",
+    "check_token_loss",
+    "effective_batch",
+    "sample_lines",
+    "waiting",
+]
 
 
 def accounting_table(dataset: PackedDataset) -> list[tuple[str, int, int]]:
@@ -134,10 +142,7 @@ def accounting_lines(
         Lines without line ends.
     """
     stats, batch = dataset.stats, effective_batch(dataset, packs_per_step)
-    lines = [f"{'':<28}{'documents':>13}{'tokens':>17}{'share':>10}"]
-    for name, documents, tokens in accounting_table(dataset):
-        share = 100 * tokens / stats.num_tokens
-        lines.append(f"{name:<28}{documents:>13,}{tokens:>17,}{share:>8.2f} %")
+    lines = _table_lines(accounting_table(dataset), stats.num_tokens)
     capacity = stats.num_packs * stats.max_seq_len
     lines += [
         f"packs: {stats.num_packs:,} of {stats.max_seq_len:,} tokens, fill "
@@ -170,6 +175,43 @@ def accounting_lines(
         f"{batch['documents']:,.1f} documents and {batch['tokens']:,.0f} tokens,",
         f"    of which {batch['trained_tokens']:,.0f} are trained",
     ]
+    return lines
+
+
+def sample_lines(store: TokenStore, steps_per_epoch: int) -> list[str]:
+    """The block for data that nobody packed, which runs in rows without padding.
+
+    Args:
+        store: the samples.
+        steps_per_epoch: optimizer steps that a whole epoch takes.
+
+    Returns:
+        Lines without line ends, at most 80 columns wide.
+    """
+    found = store.accounting
+    table = [
+        ("documents in", found.num_samples, found.num_tokens),
+        ("  without a trained token", found.num_untrained_documents, found.num_untrained_tokens),
+        ("empty", found.num_empty, 0),
+    ]
+    documents, tokens, trained = (
+        number / steps_per_epoch
+        for number in (len(store), found.num_tokens, found.num_trained_tokens)
+    )
+    return [
+        *_table_lines(table, found.num_tokens),
+        f"no padding; longest document: {int(store.seq_lens.max()):,} tokens; trained tokens: "
+        f"{100 * found.num_trained_tokens / found.num_tokens:.1f} %",
+        f"effective batch: on average {documents:,.1f} documents and {tokens:,.0f} tokens,",
+        f"    of which {trained:,.0f} are trained",
+    ]
+
+
+def _table_lines(table: list[tuple[str, int, int]], num_tokens: int) -> list[str]:
+    lines = [f"{'':<28}{'documents':>13}{'tokens':>17}{'share':>10}"]
+    for name, documents, tokens in table:
+        share = 100 * tokens / num_tokens
+        lines.append(f"{name:<28}{documents:>13,}{tokens:>17,}{share:>8.2f} %")
     return lines
 
 

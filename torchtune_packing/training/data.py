@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 from torchtune import config
 
-from torchtune_packing.accounting import accounting_lines, check_token_loss
+from torchtune_packing.accounting import accounting_lines, check_token_loss, sample_lines
 from torchtune_packing.dataset import PackedDataset
 from torchtune_packing.datasets.sources import check_source
 from torchtune_packing.datasets.truncation import with_exact_truncation
@@ -188,6 +188,7 @@ class TrainingData:
             "world_size": ranks.world_size,
             "seed": self._run.seed,
             "shuffle": cfg.get("shuffle", True),
+            "balance": cfg.get("balance", None),
         }
         if cfg.get("max_tokens", None) is not None:
             from torchtune_packing.token_batches import TokenBatchSampler
@@ -198,7 +199,6 @@ class TrainingData:
         return StepSampler(
             len(self.dataset),
             batch_size=cfg.batch_size,
-            balance=cfg.get("balance", None),
             **common,
         )
 
@@ -207,6 +207,9 @@ class TrainingData:
         """What a resumed run must share with the one it goes on from."""
         cfg = self._run.cfg
         facts = {f"dataset.{k}": v for k, v in self._data_fingerprint.items()}
+        if not isinstance(self.dataset, PackedDataset):
+            # A position counts batches of this size, or samples where there is no size.
+            facts["max_tokens"] = cfg.get("max_tokens", None)
         return {
             **facts,
             "model": str(cfg.model._component_),
@@ -216,16 +219,22 @@ class TrainingData:
 
     def describe(self) -> str:
         """What packing did to the data, then the steps, and what is left over of each epoch."""
-        kind = "packs" if isinstance(self.dataset, PackedDataset) else "samples"
+        what = f"{len(self.dataset):,} packs"
+        if not isinstance(self.dataset, PackedDataset):
+            what = f"{len(self.dataset):,} samples"
+            if self._run.cfg.get("max_tokens", None) is not None:
+                what = f"{self.sampler.num_packs:,} batches of at most {self.sampler.max_tokens:,} "
+                what += "tokens"
         line = (
-            f"{len(self.dataset):,} {kind}, {self.sampler.packs_per_step} per step, "
+            f"{what}, {self.sampler.packs_per_step} per step, "
             f"{self.steps_per_epoch} steps per epoch"
         )
         left = self.sampler.num_leftover
         if left:
             line += f"; {left} of each epoch left out, too few for a step"
         if not isinstance(self.dataset, PackedDataset):
-            return line
+            block = sample_lines(self.dataset.store, self.sampler.steps_per_epoch)
+            return "\n".join([*block, line])
         block = accounting_lines(
             self.dataset,
             self._run.ranks.world_size,
@@ -233,7 +242,7 @@ class TrainingData:
             batch_size=self._run.cfg.batch_size,
             seed=self._run.seed,
             shuffle=self._run.cfg.get("shuffle", True),
-            balance=self._run.cfg.get("balance", None),
+            balance=self.sampler.balance,
         )
         return "\n".join([*block, line])
 

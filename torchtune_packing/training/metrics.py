@@ -147,6 +147,8 @@ class StepMeter:
                 sys.stdout = cast(TextIO, _AboveBar(sys.stdout, self._bar))
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.totals = StepCounts()
+        #: Losses of the first and the last step of this process, empty before there is one.
+        self.losses: tuple[()] | tuple[float, float] = ()
         self.step_seconds = 0.0
         self.last_step = done_steps
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -187,10 +189,9 @@ class StepMeter:
             values: loss, learning rate and whatever else is to be logged.
         """
         seconds = time.perf_counter() - self._step_start
-        for name, start, end in self._events:
-            self.seconds[name] += start.elapsed_time(end) / 1000
-        self._events.clear()
+        self._read_events()
         self.totals.add(step.counts)
+        self.losses = (self.losses[0] if self.losses else values["loss"], values["loss"])
         self.step_seconds += seconds
         self.last_step = step.position.step
         rates, number = step.counts.rates(seconds), step.position.step
@@ -208,8 +209,25 @@ class StepMeter:
         if due:
             run.log({**values, **rates, **peak_memory(self._ranks.device)}, number)
 
+    def _read_events(self, *, wait: bool = False) -> None:
+        """Adds the times that the device has finished with; the others stay for the next reading.
+
+        Asking for the time between events that have not come yet is an error, and waiting for them
+        after each step would leave the device without work.
+        """
+        pending = []
+        for name, start, end in self._events:
+            if wait:
+                end.synchronize()
+            if end.query():
+                self.seconds[name] += start.elapsed_time(end) / 1000
+            else:
+                pending.append((name, start, end))
+        self._events = pending
+
     def summary(self) -> dict[str, float]:
         """Steps done, real tokens/s over this run, and each phase's share of the step time."""
+        self._read_events(wait=True)
         seconds = max(self.step_seconds, 1e-9)
         shares = {f"share_{name}": spent / seconds for name, spent in self.seconds.items()}
         speed = self.totals.real / seconds

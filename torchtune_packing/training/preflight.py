@@ -137,6 +137,12 @@ def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
     share = cfg.get("max_token_loss", None)
     if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
         yield f"`max_token_loss` is {share!r}; it must be a share of the tokens from 0 to 1."
+    reduction = cfg.get("loss_reduction", None)
+    if reduction not in (None, "token", "document"):
+        yield f"`loss_reduction` is {reduction!r}; it must be token or document."
+    for key in ("shuffle", "balance"):
+        if not isinstance(cfg.get(key, None), (bool, type(None))):
+            yield f"`{key}` is {cfg[key]!r}; it must be True or False."
     seed = cfg.get("seed", None)
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         yield f"`seed` is {seed!r}; it must be a whole number of at least 0, or null."

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_packing.training.example import ShownExample
+from torchtune_packing.training.metrics import StepMeter
 from torchtune_packing.training.run import Run
 
 if TYPE_CHECKING:
     from torchtune_packing.training.data import Position, TrainingData
 
-__all__ = ["check_finite", "final_report"]
+__all__ = ["check_finite", "final_report", "report_validation"]
 
 #: Above this share of the step time, waiting for data or masks is worth a word.
 _NOTABLE_SHARE = 0.05
@@ -33,9 +33,22 @@ def check_finite(loss: float, position: Position, data: TrainingData) -> None:
         )
 
 
+def report_validation(run: Run, loss: float | None, step: int) -> None:
+    """Logs and prints a validation loss in the middle of a run; None, without a set, says nothing.
+
+    Args:
+        run: the surroundings of the run.
+        loss: mean over the trained targets of the validation set.
+        step: optimizer steps done.
+    """
+    if loss is not None:
+        run.log({"val_loss": loss}, step)
+        run.say(f"validation loss: {loss:.4f} after {step} steps")
+
+
 def final_report(
     run: Run,
-    summary: Mapping[str, float],
+    meter: StepMeter,
     losses: tuple[float | None, float | None],
     example: ShownExample,
     checkpoint: Path,
@@ -44,7 +57,7 @@ def final_report(
 
     Args:
         run: the surroundings of the run.
-        summary: steps, real tokens/s and the share of each phase (``StepMeter.summary``).
+        meter: steps, speed, the share of each phase and the training losses.
         losses: validation loss before and after training, None where there is none.
         example: the held-out document with its answers.
         checkpoint: the last checkpoint.
@@ -53,6 +66,7 @@ def final_report(
         The exit code: 1 when ``require_lower_val_loss`` is set and the loss did not fall.
     """
     loss_before, loss_after = losses
+    summary = meter.summary()
     step = int(summary["steps"])
     for line in example.lines():
         run.say(line)
@@ -62,9 +76,13 @@ def final_report(
         "time: " + ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares.items())
     )
     if shares.get("data", 0) > _NOTABLE_SHARE:
-        run.say("waiting for data took over 5% of the time: try num_workers=2.")
+        workers = max(2, 2 * int(run.cfg.get("num_workers", None) or 0))
+        run.say(f"waiting for data took over 5% of the time: try num_workers={workers}.")
     if shares.get("mask", 0) > _NOTABLE_SHARE:
         run.say("masks took over 5% of the time: try another attention_backend.")
+    if meter.losses:
+        first, last = meter.losses
+        run.say(f"training loss: {first:.4f} in the first step, {last:.4f} in the last")
     if loss_after is not None:
         run.log({"val_loss": loss_after}, step)
         before = "" if loss_before is None else f"{loss_before:.4f} before, "

@@ -136,7 +136,11 @@ class Run:
         overrides = [
             shlex.quote(a) for a in sys.argv[1:] if not a.startswith("resume_from_checkpoint=")
         ]
-        many = f"--nproc_per_node {self.ranks.world_size} " if self.ranks.is_distributed else ""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size))
+        many = f"--nproc_per_node {local} " if self.ranks.world_size > 1 else ""
+        if local < self.ranks.world_size:
+            # How the nodes find each other is known to the launcher alone.
+            many = f"--nnodes {self.ranks.world_size // local} <rendezvous options> {many}"
         arguments = " ".join([*overrides, "resume_from_checkpoint=True"])
         return f"PYTHONPATH=. tune run {many}{shown} {arguments}"
 

@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("--out", default="docs/figures", help="folder of the PNG files")
     parser.add_argument("--check", action="store_true", help="draw the check of the model too")
     arguments = parser.parse_args()
-    tokenizer = smollm2_tokenizer(arguments.model, max_seq_len=2048)
-    dataset = PackedDataset(python_docstrings_dataset(tokenizer), max_seq_len=2048)
+    source = python_docstrings_dataset(smollm2_tokenizer(arguments.model))
+    dataset = PackedDataset(source, max_seq_len=2048, overlong="truncate")
     for line in accounting_lines(dataset):
         print(line)
     files = save_figures(dataset, arguments.out)

@@ -205,7 +205,7 @@ def test_the_command_for_your_own_data_trains(tmp_path: Path) -> None:
     shown = tune_run(
         [word.replace("my.jsonl", str(file)) for word in words[2:]]
         + ["tokenizer._component_=tests.test_configs.ChatBytes", "~tokenizer.path"]
-        + ["~model_dir", "~tokenizer.max_seq_len", "model._component_=tests.tiny.tiny_model"]
+        + ["~model_dir", "model._component_=tests.tiny.tiny_model"]
         + [f"checkpointer.checkpoint_dir={base}", f"output_dir={tmp_path / 'mine'}"]
         + ["dataset.max_seq_len=128", "max_steps_per_epoch=2"]
     )

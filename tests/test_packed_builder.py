@@ -251,16 +251,17 @@ def test_B57_missing_max_seq_len_names_both_keys() -> None:
             build(NUMBERS, max_seq_len=value)
 
 
-def test_B57_a_tokenizer_that_truncates_first_is_told_in_one_line(
+def test_samples_that_the_tokenizer_cut_are_told_in_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="torchtune_packing"):
-        build(NUMBERS, ByteTokenizer(max_seq_len=8))
-        build(NUMBERS, ByteTokenizer(max_seq_len=16))
-        build(NUMBERS, ByteTokenizer(max_seq_len=None))
-    told = [r.getMessage() for r in caplog.records if "truncates" in r.getMessage()]
-    assert len(told) == 1
-    assert "tokenizer.max_seq_len=8 is below dataset.max_seq_len=16" in told[0]
+    """Lengths 3, 8, 5, 8 under limits of 8, 9 and none: two documents were probably cut."""
+    node = NUMBERS | {"lens": [3, 8, 5, 8]}
+    for limit in (8, 9, None):
+        build(node, ByteTokenizer(max_seq_len=limit))
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    [line] = [line for line in told if "tokenizer" in line]
+    assert "2 of 4 documents have exactly tokenizer.max_seq_len=8 tokens" in line
+    assert "dataset.overlong" in line
 
 
 @pytest.mark.parametrize(

@@ -294,9 +294,8 @@ def _refuse_overlong(store: TokenStore, max_seq_len: int) -> None:
     others = f", and {count - 1:,} more are too long" if count > 1 else ""
     raise ValueError(
         f"sample {store.sample_index(document)} does not fit into a pack "
-        f"({store.seq_lens[document]} > {max_seq_len} tokens){others}; raise max_seq_len, set "
-        "overlong to 'drop', 'truncate' or 'split', or let the tokenizer truncate "
-        "(tokenizer.max_seq_len)"
+        f"({store.seq_lens[document]} > {max_seq_len} tokens){others}; raise max_seq_len, or set "
+        "overlong to 'drop', 'truncate' or 'split'"
     )
 
 
@@ -315,5 +314,5 @@ def _refuse_untrained(store: TokenStore, plan: PackPlan) -> None:
     raise ValueError(
         f"none of the {len(store):,} samples has a trained token within a pack: every label is "
         f"{IGNORE_INDEX}; check the label masking, or raise max_seq_len (and "
-        "tokenizer.max_seq_len) if truncation cut the answers off"
+        "tokenizer.max_seq_len, where it is set) if truncation cut the answers off"
     )

@@ -113,7 +113,7 @@ def plot_lengths(seq_lens: npt.ArrayLike, max_seq_len: int) -> Figure:
         axes.stairs(share, edges, fill=True, color=colour, alpha=0.25)
         axes.stairs(share, edges, color=colour, linewidth=1.6, label=name)
     axes.set_xscale("log")
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax)  # the marks' names stand above the bars
     marks = [(median, f"median {median:,.0f}", _MAIN), (max_seq_len, "end of a pack", _INK)]
     height = axes.get_ylim()[1]
     for x, text, colour in marks:

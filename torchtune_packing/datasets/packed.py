@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from torchtune_packing.dataset import PackedDataset
@@ -74,8 +75,7 @@ def packed_dataset(
         )
     for node in nodes:
         check_source(node)
-    _tell_truncation(tokenizer, max_seq_len)
-    return PackedDataset(
+    packs = PackedDataset(
         _store_or_source(
             nodes,
             tokenizer,
@@ -94,6 +94,8 @@ def packed_dataset(
         labels_are_shifted=labels_are_shifted,
         num_workers=num_workers,
     )
+    _tell_truncation(tokenizer, packs.store)
+    return packs
 
 
 def build_store(
@@ -187,13 +189,18 @@ def _store_or_source(
     )
 
 
-def _tell_truncation(tokenizer: Any, max_seq_len: int) -> None:
-    """One line when the tokenizer cuts samples before the packs could hold them."""
+def _tell_truncation(tokenizer: Any, store: TokenStore) -> None:
+    """One line when samples look cut by the tokenizer: no count of lost tokens can see those."""
     limit = getattr(tokenizer, "max_seq_len", None)
-    if isinstance(limit, int) and limit < max_seq_len and is_main_process():
-        logger.info(
-            "tokenizer.max_seq_len=%s is below dataset.max_seq_len=%s: the tokenizer truncates "
-            "longer samples before they are packed.",
-            limit,
-            max_seq_len,
+    if not isinstance(limit, int) or not is_main_process():
+        return
+    cut = int(np.count_nonzero(store.seq_lens == limit))
+    if cut:
+        logger.warning(
+            "%s of %s documents have exactly tokenizer.max_seq_len=%s tokens, so the tokenizer "
+            "probably cut them, and what it removed is not counted; leave tokenizer.max_seq_len "
+            "out and set dataset.overlong to say what happens to long documents.",
+            f"{cut:,}",
+            f"{len(store):,}",
+            f"{limit:,}",
         )

@@ -44,11 +44,11 @@ from torchtune_packing.attention import install_attention
 from torchtune_packing.loss import TrainedRows, loss_rows, sum_cross_entropy
 from torchtune_packing.store import TokenStore
 from torchtune_packing.training import model_setup
+from torchtune_packing.training.config_values import resolve_dtype
 from torchtune_packing.training.data import SampleDataset
 from torchtune_packing.training.loading import EvenBatches
 from torchtune_packing.training.metrics import peak_memory
 from torchtune_packing.training.parallel import Ranks
-from torchtune_packing.training.preflight import resolve_dtype
 
 METHODS = ("padded", "padding-free", "packed")
 IGNORE = -100

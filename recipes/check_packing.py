@@ -29,7 +29,14 @@ from torchtune import config, training, utils
 
 from torchtune_packing.attention import install_attention
 from torchtune_packing.plots import plot_attention_pattern
-from torchtune_packing.training import check, check_data, check_reference, model_setup, preflight
+from torchtune_packing.training import (
+    check,
+    check_data,
+    check_reference,
+    config_values,
+    model_setup,
+    preflight,
+)
 from torchtune_packing.training.check_data import Line
 from torchtune_packing.training.data import open_dataset
 from torchtune_packing.training.parallel import Ranks
@@ -70,7 +77,7 @@ class CheckPackingRecipe:
                 f"check_packing runs in one process, and there are {self.ranks.world_size}; leave "
                 "--nproc_per_node out"
             )
-        self.dtype = preflight.resolve_dtype(cfg.dtype, self.ranks.device)
+        self.dtype = config_values.resolve_dtype(cfg.dtype, self.ranks.device)
         seed = int(cfg.get("seed", None) or 0)
         training.set_seed(seed=seed)
 

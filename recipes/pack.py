@@ -50,7 +50,8 @@ from torchtune_packing.accounting import (
 from torchtune_packing.cost_model import CostModel, layer_shape, measure
 from torchtune_packing.datasets.packed import build_store
 from torchtune_packing.pack_options import Option, choose, option_lines, pack_options
-from torchtune_packing.training import preflight
+from torchtune_packing.plan import STRATEGIES
+from torchtune_packing.training import config_values, preflight
 
 KEYS = frozenset(
     "max_seq_lens strategies padded_batch_size world_size figures_dir predict_time json".split()
@@ -63,6 +64,21 @@ def check(cfg: DictConfig) -> None:
     problems = list(preflight.unknown_keys(OmegaConf.to_container(cfg, resolve=False), known))
     problems += [f"`{key}` is missing." for key in ("tokenizer", "dataset") if key not in cfg]
     problems += preflight.part_problems(cfg, ("tokenizer", "dataset", "model"))
+    wrong = list(config_values.positive_problems(cfg, ("world_size", "padded_batch_size")))
+    problems += wrong
+    problems += config_values.value_problems(cfg, 1 if wrong else cfg.get("world_size", 1))
+    problems += [
+        f"`max_seq_lens` holds {size!r}; each must be a whole number of at least 1."
+        for size in as_list(cfg.get("max_seq_lens", None), [])
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ]
+    problems += [
+        f"`strategies` holds {name!r}; it can hold {' and '.join(STRATEGIES)}."
+        for name in as_list(cfg.get("strategies", None), [])
+        if name not in STRATEGIES
+    ]
+    # Only the name: the data may be packed on another machine than the one that trains.
+    problems += config_values.device_name_problems(cfg)
     if "packed_dataset" not in str(cfg.get("dataset", {}).get("_component_", "")):
         problems.append(
             "`dataset` is not packed; wrap it as `source` of "
@@ -89,7 +105,7 @@ def cost_model(cfg: DictConfig, longest: int) -> tuple[CostModel | None, int | N
     cost = measure(
         layer_shape(model),
         device=device,
-        dtype=preflight.resolve_dtype(cfg.get("dtype", "auto"), device),
+        dtype=config_values.resolve_dtype(cfg.get("dtype", "auto"), device),
         backend=cfg.get("attention_backend", "auto"),
         max_seq_len=longest,
     )
@@ -188,8 +204,8 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str | Table]]:
     dataset = config.instantiate(cfg.dataset, tokenizer)
 
     # What became of every document, and what a step of the training run will be made of.
-    batch_size, world_size = int(cfg.get("batch_size", 1)), int(cfg.get("world_size", 1))
-    accumulation = max(1, preflight.accumulation_steps(cfg, world_size))
+    batch_size, world_size = cfg.get("batch_size", None) or 1, cfg.get("world_size", 1)
+    accumulation = max(1, config_values.accumulation_steps(cfg, world_size))
     packs_per_step = batch_size * accumulation * world_size
     order = {
         "batch_size": batch_size,
@@ -206,13 +222,14 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str | Table]]:
 
     # Other lengths and strategies, from the same store: nothing is tokenized again.
     size = dataset.max_seq_len
-    sizes = sorted({int(n) for n in as_list(cfg.get("max_seq_lens"), [size // 2, size, 2 * size])})
-    strategies = as_list(cfg.get("strategies"), ["best_fit", "sequential"])
+    around = [size // 2 or 1, size, 2 * size]
+    sizes = sorted(set(as_list(cfg.get("max_seq_lens", None), around)))
+    strategies = as_list(cfg.get("strategies", None), list(STRATEGIES))
     cost, positions = cost_model(cfg, max(sizes))
-    padded_batch_size = int(cfg.get("padded_batch_size", 8))
+    padded_batch_size = cfg.get("padded_batch_size", 8)
     options = pack_options(
         dataset,
-        [n for n in sizes if n > 0],
+        sizes,
         strategies,
         batch_size=batch_size,
         packs_per_step=packs_per_step,
@@ -220,7 +237,7 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str | Table]]:
         max_token_loss=cfg.get("max_token_loss", 0.01),
         model_max_seq_len=positions,
         cost=cost,
-        static_shapes=bool(cfg.get("compile", False)) or str(cfg.get("device")) == "cuda",
+        static_shapes=bool(cfg.get("compile", False)) or str(cfg.get("device")).startswith("cuda"),
     )
     taken, reason = choose(options, 0.0 if cost is None else cost.error)
     report += ["", option_table(options, taken)]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,49 @@ def test_bad_configs_are_refused(tmp_path: Path) -> None:
         recipe.pack(config)
     for part in ("unknown key `max_seq_len`", "`tokenizer` is missing", "`dataset` is not packed"):
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_seq_lens": ["a"]}, ["`max_seq_lens` holds 'a'", "whole number of at least 1"]),
+        ({"max_seq_lens": 0}, ["`max_seq_lens` holds 0"]),
+        ({"strategies": ["best_fit", "first"]}, ["`strategies` holds 'first'", "sequential"]),
+        ({"world_size": 0}, ["`world_size` is 0"]),
+        ({"world_size": "two"}, ["`world_size` is 'two'"]),
+        ({"padded_batch_size": "x"}, ["`padded_batch_size` is 'x'"]),
+        ({"batch_size": 0}, ["`batch_size` is 0"]),
+        ({"max_token_loss": 5}, ["`max_token_loss` is 5"]),
+        ({"device": "gpu"}, ["`device` is 'gpu'", "cpu or cuda"]),
+        ({"dtype": "fp16"}, ["`dtype` is 'fp16'"]),
+        ({"packs_per_step": 6, "gradient_accumulation_steps": None, "world_size": 2}, ["is 6"]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(
+    tmp_path: Path, changes: dict, words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        recipe.pack(tiny_config(tmp_path, **changes))
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_a_batch_size_of_null_is_one_pack(tmp_path: Path) -> None:
+    facts, _ = run(tmp_path, batch_size=None, figures_dir=None, predict_time=False)
+    assert facts["packs_per_step"] == 2  # gradient_accumulation_steps of the tiny config
+
+
+def test_rows_are_full_on_any_cuda_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    plain = recipe.pack_options
+
+    def spied(*args: Any, static_shapes: bool, **keywords: Any) -> Any:
+        asked.append(static_shapes)
+        return plain(*args, static_shapes=static_shapes, **keywords)
+
+    monkeypatch.setattr(recipe, "pack_options", spied)
+    for device in ("cpu", "cuda", "cuda:0"):
+        run(tmp_path / device, device=device, figures_dir=None, predict_time=False)
+    assert asked == [False, True, True]
 
 
 def test_json_from_the_command_line_and_a_sharded_build(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.tiny import tiny_config
-from torchtune_packing.training import preflight
+from torchtune_packing.training import config_values, preflight
 from torchtune_packing.training.checkpoint import RunCheckpoints, write_state
 from torchtune_packing.training.run import Run
 
@@ -109,7 +109,7 @@ def test_world_size_that_does_not_divide_the_step(tmp_path: Path) -> None:
 
 def test_packs_per_step_gives_each_process_its_share(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, packs_per_step=8, gradient_accumulation_steps=None)
-    assert [preflight.accumulation_steps(config, w) for w in (1, 2, 4)] == [4, 2, 1]
+    assert [config_values.accumulation_steps(config, w) for w in (1, 2, 4)] == [4, 2, 1]
 
 
 def test_several_problems_come_together(tmp_path: Path) -> None:

@@ -22,23 +22,25 @@ from torchtune import utils
 from torchtune_packing.attention_choice import attention_layers, check_backend
 from torchtune_packing.components import find_component
 from torchtune_packing.training.checkpoint import RunCheckpoints
+from torchtune_packing.training.config_values import (
+    device_problems,
+    resolve_dtype,
+    value_problems,
+)
 from torchtune_packing.training.refusals import explained, require_config_file
 
 __all__ = [
     "COMMON_KEYS",
     "LORA_KEYS",
-    "accumulation_steps",
     "check_config",
     "check_data",
     "check_resume",
-    "computes_bf16",
     "dataset_problems",
     "explained",
     "is_padding_free",
     "part_problems",
     "refuse",
     "require_config_file",
-    "resolve_dtype",
     "unknown_keys",
 ]
 
@@ -59,12 +61,6 @@ COMMON_KEYS = frozenset(
 LORA_KEYS = frozenset({"save_merged_weights"})
 
 _REQUIRED = "output_dir tokenizer model checkpointer dataset optimizer epochs device dtype".split()
-_POSITIVE = (
-    "batch_size gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch max_tokens "
-    "num_output_chunks log_every_n_steps run_val_every_n_steps val_batch_size save_every_n_steps "
-    "keep_last_n_checkpoints"
-).split()
-_DTYPES = ("auto", "fp32", "bf16")
 _COLLATES = ("collate_packed", "collate_flattened")
 #: Hugging Face config.json field -> what it is in a torchtune decoder.
 _SHAPES = {
@@ -73,34 +69,6 @@ _SHAPES = {
     "num_hidden_layers": lambda model: len(model.layers),
     "num_attention_heads": lambda model: model.num_heads,
 }
-
-
-def accumulation_steps(cfg: DictConfig, world_size: int) -> int:
-    """Micro-steps per optimizer step on each rank.
-
-    Either ``gradient_accumulation_steps`` says it (per rank, as in torchtune), or
-    ``packs_per_step`` fixes the packs of an optimizer step for the whole run, whatever the number
-    of processes, and this is what is left for each.
-    """
-    if cfg.get("packs_per_step", None) is not None:
-        rows = int(cfg.get("batch_size", None) or 1)  # max_tokens takes its place
-        return int(cfg.packs_per_step) // (rows * world_size)
-    return int(cfg.get("gradient_accumulation_steps", None) or 1)
-
-
-def computes_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for bf16; a CPU without them is several times slower."""
-    if device.type == "cuda":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in checks)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of a config's ``dtype``: "fp32", "bf16", or "auto" for bf16 where it is native."""
-    if name == "auto":
-        name = "bf16" if computes_bf16(device) else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
 def unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
@@ -114,60 +82,6 @@ def unknown_keys(cfg: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
         remove = "remove it (docs/recipes.md lists all keys)."
         hint = f"did you mean `{close[0]}`?" if close else remove
         yield f"unknown key `{key}`: {hint}"
-
-
-def _numbers(cfg: DictConfig, world_size: int) -> Iterator[str]:
-    sound = True
-    for key in _POSITIVE:
-        value = cfg.get(key, None)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            sound = False
-            yield f"`{key}` is {value!r}; it must be a whole number of at least 1."
-    total, rows = cfg.get("packs_per_step", None), cfg.get("batch_size", None) or 1
-    if total is not None and cfg.get("gradient_accumulation_steps", None) is not None:
-        yield "`packs_per_step` and `gradient_accumulation_steps` are both set; keep one of them."
-    elif sound and total is not None and rows is not None and total % (rows * world_size):
-        yield (
-            f"`packs_per_step` is {total}, which {world_size} processes with `batch_size` {rows} "
-            f"cannot share evenly; make it a multiple of {rows * world_size}, or change the number "
-            "of processes."
-        )
-    share = cfg.get("max_token_loss", None)
-    if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
-        yield f"`max_token_loss` is {share!r}; it must be a share of the tokens from 0 to 1."
-    reduction = cfg.get("loss_reduction", None)
-    if reduction not in (None, "token", "document"):
-        yield f"`loss_reduction` is {reduction!r}; it must be token or document."
-    for key in ("shuffle", "balance"):
-        if not isinstance(cfg.get(key, None), (bool, type(None))):
-            yield f"`{key}` is {cfg[key]!r}; it must be True or False."
-    seed = cfg.get("seed", None)
-    if seed is not None and (not isinstance(seed, int) or seed < 0):
-        yield f"`seed` is {seed!r}; it must be a whole number of at least 0, or null."
-
-
-def _device(cfg: DictConfig) -> Iterator[str]:
-    if "device" not in cfg or "dtype" not in cfg:
-        return  # said already
-    device, dtype = str(cfg.device), cfg.dtype
-    kind = device.split(":")[0]
-    cuda = torch.cuda.is_available()
-    if kind not in ("cpu", "cuda"):
-        yield f"`device` is {device!r}; it must be cpu or cuda."
-    elif kind == "cuda" and not cuda:
-        yield "`device` is cuda, but torch finds no CUDA device here; set device=cpu."
-    if dtype not in _DTYPES:
-        yield f"`dtype` is {dtype!r}; it must be one of {', '.join(_DTYPES)}."
-    elif dtype == "bf16" and kind == "cuda" and cuda and not computes_bf16(torch.device("cuda")):
-        name = torch.cuda.get_device_name()
-        yield f"`dtype` is bf16, which {name} does not compute; set dtype=fp32 or auto."
-    if cfg.get("enable_activation_offloading", False):
-        if kind != "cuda":
-            yield "`enable_activation_offloading` needs device=cuda; set it to False on a CPU."
-        elif not cfg.get("enable_activation_checkpointing", False):
-            yield "`enable_activation_offloading` needs enable_activation_checkpointing=True too."
 
 
 def is_padding_free(cfg: DictConfig) -> bool:
@@ -287,7 +201,7 @@ def _model(cfg: DictConfig, model: Any, wants_adapter: bool) -> Iterator[str]:
                 else "has an adapter; use lora_finetune.py, or a builder without one."
             )
         )
-    if "attention_backend" in cfg and not list(_device(cfg)):
+    if "attention_backend" in cfg and not list(device_problems(cfg)):
         device = utils.get_device(cfg.device)
         try:
             check_backend(
@@ -371,7 +285,7 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     problems += [
         f"`{key}` is missing; see configs/ for an example." for key in required if key not in cfg
     ]
-    for check in (_device, dataset_problems, _checkpoint, _tokenizer, _resume):
+    for check in (device_problems, dataset_problems, _checkpoint, _tokenizer, _resume):
         problems += check(cfg)
     misspelled = list(_components(cfg))
     problems += misspelled
@@ -379,7 +293,7 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     if "model" in cfg and not any(line.startswith("`model.") for line in misspelled):
         model = _shapes_of_model(cfg)
         problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))
-    problems += _numbers(cfg, world_size)
+    problems += value_problems(cfg, world_size)
     refuse(problems)
     return getattr(model, "max_seq_len", None)
 
@@ -409,7 +323,7 @@ def part_problems(cfg: DictConfig, keys: Iterable[str]) -> Iterator[str]:
         ("dataset", dataset_problems),
         ("tokenizer", _tokenizer),
         ("checkpointer", _checkpoint),
-        ("device", _device),
+        ("device", device_problems),
     ):
         if key in keys:
             yield from check(cfg)

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, utils
 
-from torchtune_packing.training import preflight
+from torchtune_packing.training import config_values, preflight
 from torchtune_packing.training.checkpoint import RunCheckpoints, read_facts
 from torchtune_packing.training.parallel import Ranks
 from torchtune_packing.training.stop import StopRequest
@@ -85,13 +85,13 @@ class Run:
         run = cls(
             cfg=cfg,
             ranks=ranks,
-            dtype=preflight.resolve_dtype(cfg.dtype, ranks.device),
+            dtype=config_values.resolve_dtype(cfg.dtype, ranks.device),
             seed=seed,
             checkpoints=checkpoints,
             resumed_from=found,
             model_max_seq_len=limit,
         )
-        if run.dtype == torch.bfloat16 and not preflight.computes_bf16(ranks.device):
+        if run.dtype == torch.bfloat16 and not config_values.computes_bf16(ranks.device):
             run.say(
                 "this CPU has no bf16 instructions and emulates them; dtype=fp32 is faster here"
             )
@@ -105,7 +105,7 @@ class Run:
     @property
     def accumulation(self) -> int:
         """Micro-steps per optimizer step on each rank."""
-        return preflight.accumulation_steps(self.cfg, self.ranks.world_size)
+        return config_values.accumulation_steps(self.cfg, self.ranks.world_size)
 
     def due(self, key: str, step: int) -> bool:
         """Whether something that the config wants every n steps (``key``) is due after a step."""

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torchtune.data import padded_collate_sft
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from recipes.full_finetune import FullFinetuneRecipe
+from recipes.lora_finetune import LoRAFinetuneRecipe
 from tests.test_full_finetune import losses
+from tests.test_lora_finetune import LORA, lora_config
 from tests.test_resume import finish, start
-from tests.tiny import ByteTokenizer, Sums, read_metrics, tiny_config, tiny_model
+from tests.tiny import ByteTokenizer, Sums, read_metrics, tiny_config, tiny_lora_model, tiny_model
 from torchtune_packing.sampler import epoch_order
 from torchtune_packing.token_batches import TokenBatchSampler
 from torchtune_packing.training.data import TrainingData
@@ -47,11 +50,14 @@ def run(cfg: Any, seen: list[Any] | None = None) -> Any:
     return recipe
 
 
-def padded_loop(steps: list[list[list[int]]], sums: Any) -> tuple[list[float], Any]:
+def padded_loop(
+    steps: list[list[list[int]]], sums: Any, model: Any = None, lr: float = 0.003
+) -> tuple[list[float], Any]:
     """The oracle: the same samples in padded batches, one sum over one count in each step."""
-    torch.manual_seed(0)  # the base model was drawn with this seed
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    if model is None:
+        torch.manual_seed(0)  # the base model was drawn with this seed
+        model = tiny_model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     found = []
     for step in steps:
         batches = [padded_collate_sft([sums[i] for i in batch], 257, -100) for batch in step]
@@ -94,6 +100,24 @@ def test_batches_by_samples_equal_padded_batches(tmp_path: Path) -> None:
             assert item.num_documents == 4
     metrics = read_metrics(tmp_path / "out")
     assert all(entry["fill"] == 1.0 for entry in metrics.values() if "fill" in entry)
+
+
+def test_lora_on_batches_by_samples_equals_padded_batches(tmp_path: Path) -> None:
+    cfg = lora_config(tmp_path, **FLAT, max_steps_per_epoch=3, lr_scheduler=None, balance=False)
+    cfg.dataset = FLAT["dataset"]
+    del cfg["lr_scheduler"]
+    recipe = LoRAFinetuneRecipe(cfg)
+    recipe.setup()
+    adapted = tiny_lora_model(**{key: v for key, v in LORA.items() if key != "_component_"})
+    adapted.load_state_dict(recipe.model.state_dict())
+    set_trainable_params(adapted, get_adapter_params(adapted))
+    assert recipe.train() == 0
+    recipe.cleanup()
+    order = epoch_order(60, seed=1, epoch=0, shuffle=True).tolist()
+    steps = [[order[4 * k : 4 * k + 2], order[4 * k + 2 : 4 * k + 4]] for k in range(3)]
+    expected, model = padded_loop(steps, Sums(ByteTokenizer(), num_samples=60), adapted, lr=0.02)
+    assert losses(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(recipe, model)
 
 
 def test_batches_by_tokens_equal_padded_batches_and_hold_every_sample_once(tmp_path: Path) -> None:

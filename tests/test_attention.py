@@ -300,6 +300,32 @@ def test_B36_a_mask_of_another_batch_is_refused() -> None:
             model(BATCH.tokens, input_pos=BATCH.input_pos, mask=one_row_for_two)
 
 
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_B36_a_mask_of_another_width_is_refused(backend: str, monkeypatch) -> None:
+    """As many rows and another s: what a layout of a longer or shorter batch would look like."""
+    monkeypatch.setattr(attention, "trial_failure", lambda *_, **__: None)
+    model = tiny("llama3")
+    attn = install_attention(model, backend, forward_only=True, **CPU)
+    for s in (35, 37):
+        mask = attn.prepare(torch.tensor([[9, s - 9], [s, 0]], dtype=torch.int32), s)
+        with pytest.raises(ValueError, match=f"2 rows of {s} positions.*2 rows of 36"):
+            model(BATCH.tokens, input_pos=BATCH.input_pos, mask=mask)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+@pytest.mark.parametrize("keys", ["none", "of another tensor"])
+def test_keys_that_are_not_the_queries_own_are_refused(keys: str, backend: str, monkeypatch):
+    """A layout says which queries and keys are of one document, if both are the same tokens."""
+    monkeypatch.setattr(attention, "trial_failure", lambda *_, **__: None)
+    model = tiny("llama3")
+    attn = install_attention(model, backend, forward_only=True, **CPU)
+    mask = mask_of(attn)
+    x = torch.randn(2, BATCH.s, 32)
+    y = None if keys == "none" else torch.randn(2, BATCH.s, 32)
+    with pytest.raises(ValueError, match=f"{type(mask).__name__} serves self-attention"):
+        model.layers[0].attn(x, y, mask=mask, input_pos=BATCH.input_pos)
+
+
 # What stays as it was
 
 

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -102,6 +107,39 @@ def test_mask_mod_is_the_bool_mask() -> None:
     mask = block_causal_block_mask(zero_filled(rows), 150)
     row, q, k = torch.meshgrid(*(torch.arange(n) for n in (2, 150, 150)), indexing="ij")
     assert torch.equal(mask.mask_mod(row, torch.zeros_like(row), q, k), slow_mask(rows))
+
+
+class LookUps(TorchDispatchMode):
+    """Counts the operations that read a tensor at computed places, and what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("index", "gather", "index_select", "take", "embedding", "_unsafe_index"):
+            self.operations += 1
+            self.numbers += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_mask_mod_of_a_partial_block_looks_up_one_number_a_pair(window: int | None) -> None:
+    """The start of the query's document; comparing two document ids would look up two."""
+    mask = block_causal_block_mask(zero_filled([[3, 100, 1, 46], [150]]), 150, window=window)
+    row, q, k = (
+        x.flatten() for x in torch.meshgrid(*map(torch.arange, (2, 150, 150)), indexing="ij")
+    )
+    with LookUps() as seen:
+        mask.mask_mod(row, torch.zeros_like(row), q, k)
+    assert (seen.operations, seen.numbers) == (1, len(row))
+    # By ``vmap`` over rows, queries and keys, as the library evaluates it, it is one as well.
+    with LookUps() as seen:
+        create_mask(mask.mask_mod, 2, 1, 150, 150, device="cpu")
+    assert seen.operations == 1
 
 
 def test_B34_rows_that_do_not_sum_to_s_equal_the_bool_mask() -> None:

@@ -7,16 +7,33 @@ differences left are those of float64 arithmetic in another order.
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import flex_attention as flex_module
+from torchtune.models import (
+    code_llama2,
+    gemma,
+    gemma2,
+    llama2,
+    llama3,
+    llama3_1,
+    llama3_2,
+    mistral,
+    phi3,
+    phi4,
+    qwen2,
+    qwen2_5,
+)
 
 from tests.tiny_models import FAMILIES, Batch, Result, all_float64, one_thread, tiny, tiny_lora
 from torchtune_packing import attention, attention_choice
 from torchtune_packing.attention import install_attention
 from torchtune_packing.attention_kernels import Flex
+from torchtune_packing.models.smollm2 import smollm2_135m
 
 BACKENDS = ("sdpa", "varlen", "flex")
 
@@ -50,6 +67,50 @@ def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "kernels", unfused)
     monkeypatch.setattr(attention_choice, "_flex_obstacle", lambda *_: None)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+
+
+#: Family -> the builder that users name in a config, for one of the family's sizes.
+REAL: dict[str, Callable[[], nn.Module]] = {
+    "llama2": llama2.llama2_7b,
+    "code_llama2": code_llama2.code_llama2_7b,
+    "llama3": llama3.llama3_8b,
+    "llama3_1": llama3_1.llama3_1_8b,
+    "llama3_2": llama3_2.llama3_2_1b,
+    "smollm2": smollm2_135m,
+    "mistral": mistral.mistral_7b,
+    "qwen2": qwen2.qwen2_0_5b,
+    "qwen2_5": qwen2_5.qwen2_5_7b_base,
+    "gemma": gemma.gemma_2b,
+    "gemma2": gemma2.gemma2_2b,
+    "phi3": phi3.phi3_mini,
+    "phi4": phi4.phi4_14b,
+}
+
+
+def family_marks(model: Any) -> dict[str, object]:
+    """What sets a family apart apart from its sizes."""
+    first = model.layers[0].attn
+    return {
+        "attention": type(first),
+        "rotary": (type(first.pos_embeddings), first.pos_embeddings.base),
+        "grouped heads": first.num_kv_heads < first.num_heads,
+        "biases": [getattr(first, name).bias is not None for name in ("q_proj", "output_proj")],
+        "windows": [
+            getattr(layer.attn, "sliding_window_size", None) is not None
+            for layer in model.layers[:2]
+        ],
+        "norm": type(model.layers[0].sa_norm),
+        "mlp": type(model.layers[0].mlp),
+        "output": type(model.output),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_model_is_its_family_in_small(family: str) -> None:
+    """The matrix below speaks of the models that users train, and of no other of that name."""
+    with torch.device("meta"):
+        real = REAL[family]()
+    assert family_marks(tiny(family)) == family_marks(real)
 
 
 @functools.cache

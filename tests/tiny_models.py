@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from torchtune.models.mistral import lora_mistral, mistral
 from torchtune.models.phi3 import lora_phi3, phi3
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
+
+from torchtune_packing.models.smollm2 import builders
 
 VOCAB = 64
 
@@ -34,17 +37,67 @@ _GEMMA: dict[str, Any] = {**_SIZES, "head_dim": 12, "num_kv_heads": 1}
 # The window is shorter than the documents, so that it matters.
 _GEMMA2: dict[str, Any] = {**_GEMMA, "num_kv_heads": 2, "sliding_window_size": 10}
 
+
+def lora_code_llama2(*, rope_base: int, **options: Any) -> TransformerDecoder:
+    """Code Llama's LoRA form; torchtune 0.6.1 leaves its rotary base at Llama 2's."""
+    return lora_llama2(**options)
+
+
+def smollm2(**sizes: Any) -> TransformerDecoder:
+    """SmolLM2 as this package builds it, with a small vocabulary."""
+    return _small_smollm2(sizes, lambda size: builders._decoder(size, builders._plain_linear))
+
+
+def lora_smollm2(
+    *,
+    lora_attn_modules: list[str],
+    lora_rank: int,
+    lora_alpha: float,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+    **sizes: Any,
+) -> TransformerDecoder:
+    """The same with adapters."""
+    return _small_smollm2(
+        sizes,
+        lambda size: builders._lora_decoder(
+            size,
+            lora_attn_modules,
+            False,
+            False,
+            rank=lora_rank,
+            alpha=lora_alpha,
+            dropout=0.0,
+            use_dora=use_dora,
+            quantize_base=quantize_base,
+        ),
+    )
+
+
+def _small_smollm2(
+    sizes: dict[str, Any], build: Callable[[Any], TransformerDecoder]
+) -> TransformerDecoder:
+    sizes = dict(sizes)
+    limits = {"VOCAB_SIZE": sizes.pop("vocab_size"), "MAX_SEQ_LEN": sizes.pop("max_seq_len")}
+    with mock.patch.multiple(builders, **limits):
+        return build(builders._Size(**sizes, rope_base=builders._SIZE_135M.rope_base))
+
+
 #: Family -> its component builder, its LoRA builder and the sizes, which keep what sets the family
 #: apart (heads, rotary base, window).
 FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "llama2": (llama2, lora_llama2, {**_SIZES, "num_kv_heads": 4}),
-    "code_llama2": (llama2, lora_llama2, {**_SIZES, "num_kv_heads": 4}),
+    "code_llama2": (
+        llama2,
+        lora_code_llama2,
+        {**_SIZES, "num_kv_heads": 4, "rope_base": 1_000_000},
+    ),
     "llama3": (llama3, lora_llama3, _SIZES),
     "llama3_1": (llama3_1, lora_llama3_1, _SIZES),
     "llama3_2": (llama3_2, lora_llama3_2, _SIZES),
     "smollm2": (
-        llama3_2,
-        lora_llama3_2,
+        smollm2,
+        lora_smollm2,
         {**_SIZES, "num_heads": 3, "num_kv_heads": 1, "embed_dim": 48},
     ),
     "mistral": (mistral, lora_mistral, _SIZES),
@@ -53,7 +106,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]
     "gemma": (gemma, lora_gemma, _GEMMA),
     "gemma2": (gemma2, lora_gemma2, _GEMMA2),
     "phi3": (phi3, lora_phi3, {**_SIZES, "num_kv_heads": 4}),
-    "phi4": (phi3, lora_phi3, {**_SIZES, "rope_base": 250_000}),
+    "phi4": (phi3, lora_phi3, _SIZES),
 }
 
 

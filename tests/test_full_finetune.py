@@ -324,28 +324,40 @@ def test_component_emptied_on_the_command_line_counts_as_absent(tmp_path: Path) 
     assert recipe.scheduler is None
 
 
+def edited_recipe(page: str, recipe: str) -> str:
+    """The recipe after what the page says: its function pasted in, its lines put for others."""
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (diff,) = re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL)
+    old, new = (
+        "".join(line[1:] + "\n" for line in diff.splitlines() if line[0] == sign) for sign in "-+"
+    )
+    assert recipe.count(old) == 1
+    recipe = recipe.replace(old, new)
+    begin = recipe.index("class FullFinetuneRecipe")
+    return recipe[:begin] + block + "\n\n" + recipe[begin:]
+
+
 def test_worked_edit_of_the_docs_adds_its_term(tmp_path: Path) -> None:
     """docs/recipes.md shows a z-loss: in the first step it adds 1e-4 * mean(logsumexp ** 2)."""
-    page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block, names)
+    repo = Path(__file__).parent.parent
+    source = (repo / "recipes" / "full_finetune.py").read_text()
+    names: dict[str, Any] = {"__name__": "z_loss"}
+    exec(edited_recipe((repo / "docs" / "recipes.md").read_text(), source), names)
+    squares: list[torch.Tensor] = []
     found = []
-    for name in ("plain", "edited"):
+    for name, kind in (("plain", FullFinetuneRecipe), ("edited", names["FullFinetuneRecipe"])):
         out = str(tmp_path / name)
-        recipe = FullFinetuneRecipe(tiny_config(tmp_path, output_dir=out, max_steps_per_epoch=1))
+        recipe = kind(tiny_config(tmp_path, output_dir=out, max_steps_per_epoch=1))
         recipe.setup()
-        squares: list[torch.Tensor] = []
+        real = recipe.forward.logits
+
+        def logits(*args: Any, real: Any = real) -> Any:
+            got = real(*args)
+            squares.append(got.detach().exp().sum(-1).log().square().flatten())
+            return got
+
         if name == "edited":
-            real = recipe.forward.logits
-
-            def logits(*args: Any, real: Any = real, squares: Any = squares) -> Any:
-                got = real(*args)
-                squares.append(got.detach().exp().sum(-1).log().square().flatten())
-                return got
-
             recipe.forward.logits = logits
-            recipe.forward.loss = lambda b, r, f=recipe.forward: names["loss_with_z"](f, b, r)
         recipe.train()
         found.append(losses(tmp_path / name)[0])
     # The first step's two micro-batches of the edited run.

@@ -14,14 +14,18 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention import flex_attention as flex_module
 from torchtune import training
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 
-from tests.tiny_models import Batch, Result, one_thread, tiny, tiny_lora
-from torchtune_packing import attention, attention_choice
+from tests.tiny_models import (
+    Batch,
+    Result,
+    let_flex_differentiate_on_cpu,
+    one_thread,
+    tiny,
+    tiny_lora,
+)
 from torchtune_packing.attention import install_attention
-from torchtune_packing.attention_kernels import CpuVarlen, Flex
 
 BATCH = Batch([[9, 1, 20], [30, 5]], 36)
 NEXT_BATCH = Batch([[2, 2, 2, 2, 2, 2, 2], [11, 25]], 36)
@@ -39,11 +43,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unfused FlexAttention, which differentiates on the CPU once a check is out of the way."""
-    known = {"flex": [Flex(compiled=False)], "varlen": [CpuVarlen()], "sdpa": []}
-    monkeypatch.setattr(attention, "kernels", lambda backend, _: known[backend])
-    monkeypatch.setattr(attention_choice, "_flex_obstacle", lambda *_: None)
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    let_flex_differentiate_on_cpu(monkeypatch)
 
 
 def clean(result: Result) -> Result:

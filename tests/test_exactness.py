@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention as flex_module
 from torchtune.models import (
     code_llama2,
     gemma,
@@ -28,11 +27,19 @@ from torchtune.models import (
     qwen2,
     qwen2_5,
 )
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from tests.tiny_models import FAMILIES, Batch, Result, all_float64, one_thread, tiny, tiny_lora
-from torchtune_packing import attention, attention_choice
+from tests.tiny_models import (
+    FAMILIES,
+    Batch,
+    Result,
+    all_float64,
+    let_flex_differentiate_on_cpu,
+    one_thread,
+    tiny,
+    tiny_lora,
+)
 from torchtune_packing.attention import install_attention
-from torchtune_packing.attention_kernels import Flex
 from torchtune_packing.models.smollm2 import smollm2_135m
 
 BACKENDS = ("sdpa", "varlen", "flex")
@@ -54,19 +61,7 @@ def _float64_on_one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def differentiable_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as torch computes it without a kernel: any dtype, and gradients on the CPU.
-
-    Its compiled CPU kernel takes no float64 and has no backward. The unfused form reads the same
-    BlockMask and score_mod, and differentiates once the check that forbids it is out of the way.
-    """
-
-    def unfused(backend: str, device: torch.device) -> list[object]:
-        return [Flex(compiled=False)] if backend == "flex" else original(backend, device)
-
-    original = attention_choice.kernels
-    monkeypatch.setattr(attention, "kernels", unfused)
-    monkeypatch.setattr(attention_choice, "_flex_obstacle", lambda *_: None)
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    let_flex_differentiate_on_cpu(monkeypatch)
 
 
 #: Family -> the builder that users name in a config, for one of the family's sizes.
@@ -135,8 +130,47 @@ def test_packed_equals_unpacked(family: str, backend: str, differentiable_flex: 
     assert set(attn.describe_layers().values()) == {backend}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_packed_equals_unpacked(family: str) -> None:
+def test_lora_packed_equals_unpacked(family: str, backend: str, differentiable_flex: None) -> None:
+    """Adapters on frozen weights, as they are trained; gradients of the adapters and no others."""
+    model = tiny_lora(family).double()
+    set_trainable_params(model, get_adapter_params(model))
+    if (family, backend) in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[family, backend]):
+            install_attention(model, backend, device="cpu", dtype=torch.float64)
+        return
+    unprepared = copy.deepcopy(model)
+    attn = install_attention(model, backend, device="cpu", dtype=torch.float64)
+    for batch in BATCHES.values():
+        expected = batch.alone(unprepared)
+        assert len(expected.grads) == 2 * 4 * 2 and all("lora_" in name for name in expected.grads)
+        packed = batch.run(model, attn.prepare(batch.seq_lens, batch.s))
+        packed.assert_equals(expected, logits=1e-9, loss=1e-10, grads=1e-8)
+    assert set(attn.describe_layers().values()) == {backend}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("adapted", ["q_proj", "k_proj", "v_proj"])
+def test_lora_of_one_projection_is_exact_where_the_others_have_no_gradient(
+    adapted: str, backend: str, differentiable_flex: None
+) -> None:
+    """In the first layer the kernel gets two of q, k and v that nothing is differentiated by."""
+    model = tiny_lora("llama3", lora_attn_modules=[adapted], num_layers=1).double()
+    set_trainable_params(model, get_adapter_params(model))
+    batch = BATCHES["rows with padding"]
+    expected = batch.alone(copy.deepcopy(model))
+    assert len(expected.grads) == 2
+    attn = install_attention(model, backend, device="cpu", dtype=torch.float64)
+    assert attn.backend == backend, attn.reason
+    packed = batch.run(model, attn.prepare(batch.seq_lens, batch.s))
+    packed.assert_equals(expected, logits=1e-9, loss=1e-10, grads=1e-8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_with_all_weights_trained_packed_equals_unpacked(family: str) -> None:
     """LoRA under what "auto" takes on the CPU; DoRA for one family."""
     model = tiny_lora(family, use_dora=family == "llama3").double()
     batch = BATCHES["rows with padding"]

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as flex_module
 from torchtune.models.gemma._component_builders import gemma, lora_gemma
 from torchtune.models.gemma2._component_builders import gemma2, lora_gemma2
 from torchtune.models.llama2 import llama2, lora_llama2
@@ -20,6 +22,8 @@ from torchtune.models.phi3 import lora_phi3, phi3
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 
+from torchtune_packing import attention, attention_choice
+from torchtune_packing.attention_kernels import Flex
 from torchtune_packing.models.smollm2 import builders
 
 VOCAB = 64
@@ -210,6 +214,22 @@ class Result:
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+
+
+def let_flex_differentiate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as torch computes it without a kernel: any dtype, and gradients on the CPU.
+
+    Its compiled CPU kernel takes no float64 and has no backward. The unfused form reads the same
+    BlockMask and score_mod, and differentiates once the check that forbids it is out of the way.
+    """
+
+    def unfused(backend: str, device: torch.device) -> list[Any]:
+        return [Flex(compiled=False)] if backend == "flex" else original(backend, device)
+
+    original = attention_choice.kernels
+    monkeypatch.setattr(attention, "kernels", unfused)
+    monkeypatch.setattr(attention_choice, "_flex_obstacle", lambda *_: None)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
 
 
 @contextmanager

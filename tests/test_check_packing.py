@@ -1,5 +1,7 @@
 """``recipes/check_packing.py``: it passes what is right and names each fault that is put in."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from torchtune.modules import MultiHeadAttention
 
 from recipes import check_packing
 from recipes.check_packing import CheckPackingRecipe
+from tests.conftest import REPO
 from tests.tiny import tiny_config
 from tests.tiny_models import one_thread
 from torchtune_packing.masks import block_causal_mask
@@ -116,6 +119,38 @@ def test_a_stock_config_needs_only_our_data_set(tmp_path: Path, monkeypatch: Any
         sys.argv.append("model.max_seq_len=8")
         check_packing.main()
     assert stopped.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("component", "code"),
+    [
+        ("torchtune_packing.datasets.packed_dataset", 0),
+        ("tests.tiny_models.packs_of_one_document", 1),
+    ],
+    ids=["right", "positions that run on"],
+)
+def test_the_command_of_the_docs_exits_with_0_or_1(
+    tmp_path: Path, component: str, code: int
+) -> None:
+    """``PYTHONPATH=. tune run recipes/check_packing.py --config ...`` as a process of its own."""
+    path = tmp_path / "run.yaml"
+    OmegaConf.save(config_of(tmp_path, **{"dataset._component_": component}), path)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtune._cli.tune", "run", "recipes/check_packing.py"]
+        + ["--config", str(path), "check_packs=1"],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    failed = {
+        line.split("  ")[0] for line in done.stdout.splitlines() if line.rstrip().endswith("FAIL")
+    }
+    assert done.returncode == code, done.stdout + done.stderr
+    if code:
+        assert failed >= {"documents as stored", "positions restart", "leak into other documents"}
+    else:
+        assert not failed and "All 12 checks passed" in done.stdout
 
 
 def installed_with(monkeypatch: Any, change: Callable[[Any, Any], None]) -> None:

@@ -22,8 +22,9 @@ from torchtune.models.phi3 import lora_phi3, phi3
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 
-from torchtune_packing import attention, attention_choice
+from torchtune_packing import PackedDataset, attention, attention_choice
 from torchtune_packing.attention_kernels import Flex
+from torchtune_packing.datasets import packed_dataset
 from torchtune_packing.models.smollm2 import builders
 
 VOCAB = 64
@@ -261,3 +262,18 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+class _OneDocument(PackedDataset):
+    """Packs that say of themselves that they hold one document."""
+
+    def __getitem__(self, index: int) -> Any:
+        pack = super().__getitem__(index)
+        return {**pack, "seq_lens": pack["seq_lens"].sum(0, keepdim=True)}
+
+
+def packs_of_one_document(tokenizer: Any, **options: Any) -> PackedDataset:
+    """A component for configs: positions run on, and the documents of a pack see each other."""
+    packs = packed_dataset(tokenizer, **options)
+    packs.__class__ = _OneDocument
+    return packs

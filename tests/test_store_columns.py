@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 
 from torchtune_packing import PackedDataset
+from torchtune_packing.datasets.source_key import source_key
 from torchtune_packing.store import TokenStore
 from torchtune_packing.store.columns import TokenColumns
 from torchtune_packing.store.shards import build_in_shards
@@ -239,7 +240,53 @@ def test_bad_options_are_refused(tmp_path: Path, options: dict[str, str], messag
         TokenColumns(path, **options)
 
 
+def test_rows_of_one_length_and_unsigned_tokens_go_in(tmp_path: Path) -> None:
+    rows = [[i, i + 1, i + 2] for i in range(300)]
+    columns = {"input_ids": pa.array(rows, pa.list_(pa.uint64(), 3))}
+    content = pa.table(columns | {"labels": pa.array(rows, pa.list_(pa.int32(), 3))})
+    for name in ("rows.parquet", "rows.arrow"):
+        found = TokenColumns(write(tmp_path / name, content))
+        assert TokenStore.from_samples(found).tokens.tolist() == sum(rows, [])
+        assert found[131]["labels"].tolist() == [131, 132, 133]
+
+
+def test_every_files_columns_are_looked_at_before_a_row_is_read(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.parquet", table())
+    for content, message in (
+        (table([[1.0]], [[1.0]], FLOATS), "column 'tokens' of .*b.parquet has lists of float"),
+        (pa.table({"tokens": [[1]], "labels": [1]}), "column 'labels' .* has the type int64"),
+        (pa.table({"tokens": [[1]], "mask": [[1]]}), "b.parquet has no column 'labels'"),
+    ):
+        write(tmp_path / "b.parquet", content)
+        with pytest.raises(ValueError, match=message):
+            TokenColumns([good, tmp_path / "b.parquet"])
+    twice = [pa.array([[1]])] * 3
+    write(tmp_path / "b.parquet", pa.Table.from_arrays(twice, ["tokens", "tokens", "labels"]))
+    with pytest.raises(ValueError, match="b.parquet has 2 columns 'tokens'; keep one"):
+        TokenColumns(tmp_path / "b.parquet")
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_page_that_was_damaged_is_told_with_its_file(tmp_path: Path, has_checksums: bool) -> None:
+    """With the checksums that Spark writes; without, where the page cannot be decoded any more."""
+    rows = [[7 * i % 1000 for i in range(400)]] * 200
+    options = {"use_dictionary": False, "compression": "none" if has_checksums else "gzip"}
+    options["write_page_checksum"] = has_checksums
+    path = Path(write(tmp_path / "rows.parquet", table(rows, rows), **options))
+    assert len(TokenStore.from_samples(TokenColumns(path))) == 200
+    data = bytearray(path.read_bytes())
+    begin = 2000 if has_checksums else 100
+    data[begin : begin + 8] = bytes(8)
+    path.write_bytes(data)
+    message = "the data file .*rows.parquet cannot be read as Parquet: .*; write it again"
+    with pytest.raises(ValueError, match=message):
+        TokenStore.build(tmp_path / "store", TokenColumns(path))
+    assert not (tmp_path / "store").exists()
+
+
 def test_files_that_are_missing_or_something_else_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder; name the files in it, for example .*/\*\."):
+        TokenColumns(tmp_path)
     with pytest.raises(ValueError, match="the data file .*no.parquet does not exist"):
         TokenColumns(str(tmp_path / "no.parquet"))
     with pytest.raises(ValueError, match="no data files are given"):
@@ -276,6 +323,35 @@ def test_a_config_reads_parquet_and_its_content_is_in_the_key(tmp_path: Path) ->
     node.source.data_files = str(tmp_path / "no.parquet")
     with pytest.raises(ValueError, match="no.parquet, which does not exist"):
         config.instantiate(node, None)
+
+
+def test_B55_files_of_one_name_in_several_folders_are_all_in_the_key(tmp_path: Path) -> None:
+    """As Spark writes partitions: language=de/part-0.parquet, language=en/part-0.parquet."""
+    node = {
+        "_component_": "torchtune_packing.datasets.tokenized_dataset",
+        "data_files": str(tmp_path / "*" / "*.parquet"),
+    }
+
+    def key() -> str:
+        return source_key([node], None, labels_are_shifted=False)[0]
+
+    for name in ("de", "en"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "part-0.parquet", table([[1]], [[1]]))
+    keys = [key()]
+    for name in ("de", "en"):
+        write(tmp_path / name / "part-0.parquet", table([[2]], [[2]]))
+        keys.append(key())
+    (tmp_path / "en" / "part-0.parquet").unlink()
+    keys.append(key())
+    assert len(set(keys)) == 4
+
+
+def test_B55_the_version_of_this_package_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"_component_": "torchtune_packing.datasets.tokenized_dataset", "data_files": "-"}
+    before = source_key([node], None, labels_are_shifted=False)[0]
+    monkeypatch.setattr("torchtune_packing.__version__", "99")
+    assert source_key([node], None, labels_are_shifted=False)[0] != before
 
 
 def test_columns_are_read_as_columns_among_other_sources(

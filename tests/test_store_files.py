@@ -21,6 +21,7 @@ from torchtune_packing.store import SampleReadError, StoreError, TokenStore
 from torchtune_packing.store.__main__ import main
 from torchtune_packing.store.cache import open_or_build
 from torchtune_packing.store.files import FORMAT, partial_folders
+from torchtune_packing.store.shards import build_in_shards
 
 LENS = np.random.default_rng(0).integers(0, 40, 700).tolist()
 ARRAYS = ("tokens", "labels", "seq_lens", "trained", "empty")
@@ -174,6 +175,11 @@ def test_a_read_only_folder_gives_its_stores_but_takes_none(tmp_path_factory: ob
         error = as_nobody(lambda: open_or_build(folder, "other", lambda: D([3, 2])))
         assert error.startswith("PermissionError") and "none can be built there" in error
         assert "Let cache_dir name a folder that can be written" in error
+        os.chmod(f"{folder}/there", 0o755)
+        os.truncate(f"{folder}/there/labels.npy", 130)
+        error = as_nobody(lambda: open_or_build(folder, "there", lambda: D([3, 2])))
+        assert "a damaged token store cannot be built again" in error
+        assert "labels.npy has 130 bytes" in error and "Permission denied" in error
         os.chmod(folder, 0o000)
         if os.getuid() == 0:
             error = as_nobody(lambda: open_or_build(folder, "there", lambda: D([3, 2])))
@@ -181,6 +187,42 @@ def test_a_read_only_folder_gives_its_stores_but_takes_none(tmp_path_factory: ob
         os.chmod(folder, 0o755)
         for path in Path(folder).rglob("*"):
             os.chmod(path, 0o755)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs files of another user")
+@pytest.mark.parametrize("name", ["meta.json", "tokens.npy", "empty.npy"])
+def test_a_store_that_may_not_be_read_is_not_taken_for_a_damaged_one(name: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        before = open_or_build(folder, "key", lambda: D([3, 2])).path
+        assert before is not None
+        inode = (before / "tokens.npy").stat().st_ino
+        for path in [Path(folder), *Path(folder).rglob("*")]:
+            os.chmod(path, 0o777 if path.is_dir() else 0o666)
+        os.chmod(before / name, 0o600)
+        error = as_nobody(lambda: open_or_build(folder, "key", lambda: D([3, 2])))
+        assert error.startswith("PermissionError") and f"may not be read ({name}" in error
+        assert "have its owner allow that, or let cache_dir name another folder" in error
+        assert (before / "tokens.npy").stat().st_ino == inode
+        assert as_nobody(lambda: main(["ls", folder])) == "1"
+
+
+@pytest.mark.parametrize("workers", [-1, 1.5, True, "2", None])
+def test_a_number_of_workers_is_checked_before_the_data_is_loaded(
+    tmp_path: Path, workers: object
+) -> None:
+    for build in (open_or_build, build_in_shards):
+        with pytest.raises(ValueError, match=f"num_workers is {workers!r}; set it to a number of"):
+            build(tmp_path, "key", lambda: pytest.fail("loaded"), num_workers=workers)
+
+
+def test_a_folder_may_be_named_from_the_home_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_or_build("~/stores", "a", lambda: D([3])).path == tmp_path / "stores" / "a"
+    assert build_in_shards("~/stores", "b", lambda: D([3])).path == tmp_path / "stores" / "b"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -255,6 +297,33 @@ def test_a_killed_build_leaves_no_store_and_the_next_one_tidies_up(
     assert list(partial_folders(tmp_path)) == []
 
 
+ORPHANS = """
+import sys, time
+from tests.helpers import D
+from torchtune_packing.store import TokenStore
+
+class Slow(D):
+    def __getitem__(self, index):
+        print("working", flush=True)
+        if index > 1000:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+TokenStore.build(sys.argv[1], Slow([5000] * 20_000), num_workers=2)
+"""
+
+
+def test_workers_end_with_a_build_that_is_killed(tmp_path: Path) -> None:
+    """Both that sleep in a sample and that wait for a full pipe which nobody empties any more."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS, str(tmp_path / "s")], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"working\n"
+    process.kill()
+    # Workers hold the other end of the pipe: it ends with the last of them.
+    process.communicate(timeout=60)
+
+
 # ---- damage --------------------------------------------------------------------------------------
 
 
@@ -283,6 +352,13 @@ def edit_meta(**changes: object) -> object:
     return change
 
 
+def drop_checksum_of_tokens(data: bytearray) -> bytes:
+    """A change of meta.json that only a comparison of the tokens would notice."""
+    meta = json.loads(data)
+    del meta["files"]["tokens.npy"]["sha256"]
+    return json.dumps(meta).encode()
+
+
 DAMAGE = {
     "tokens cut": ("tokens.npy", lambda data: data[:-4], "has .* bytes instead of"),
     "labels longer": ("labels.npy", lambda data: data + b"0000", "bytes instead of"),
@@ -302,10 +378,11 @@ DAMAGE = {
     ),
     "a length flipped": ("seq_lens.npy", flip(130), "does not match its checksum"),
     "trained flipped": ("trained.npy", flip(130), "does not match its checksum"),
-    "meta gone": ("meta.json", None, "no readable meta.json"),
+    "meta gone": ("meta.json", None, "meta.json is missing"),
     "meta cut": ("meta.json", lambda data: data[:100], "is damaged"),
     "meta of something else": ("meta.json", lambda data: b"[]", "does not describe"),
     "meta without files": ("meta.json", edit_meta(files=None), "is incomplete"),
+    "meta without a checksum": ("meta.json", drop_checksum_of_tokens, "is incomplete"),
     "meta without counts": ("meta.json", edit_meta(accounting={}), "is incomplete"),
     "another version": ("meta.json", edit_meta(format=FORMAT + 1), "has format 2, and this"),
 }
@@ -384,9 +461,60 @@ def test_the_command_line_lists_and_removes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".locks", "alpaca-1"]
 
 
+def test_one_store_is_listed_by_its_own_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_or_build(tmp_path, "alpaca-1", lambda: D([3, 0, 2]))
+    assert main(["ls", str(store.path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["3", "5", "0.0", "alpaca-1"]
+
+
+def test_shards_of_a_build_that_broke_off_are_listed_and_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="sample 2 has no 'labels'"):
+        build_in_shards(tmp_path, "key", lambda: [*D([3, 3]), {"tokens": [1]}], shard_size=1)
+    assert main(["ls", str(tmp_path)]) == 0
+    unfinished = capsys.readouterr().out.splitlines()[1].split()
+    assert (unfinished[0], unfinished[-1]) == ("unfinished", ".shards-key-1")
+    assert main(["rm", "--partial", str(tmp_path)]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["link", "dot"])
+def test_a_store_that_is_named_by_a_link_is_removed_itself(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, cache = tmp_path / "disk", tmp_path / "cache"
+    TokenStore.build(disk / "store", D([3]))
+    cache.mkdir()
+    (cache / "key").symlink_to(disk / "store")
+    if way == "dot":
+        monkeypatch.chdir(disk / "store")
+    assert main(["rm", "." if way == "dot" else str(cache / "key")]) == 0
+    assert list(disk.iterdir()) == []
+    assert (cache / "key").is_symlink() == (way == "dot")
+
+
+def test_nothing_is_removed_unless_all_that_is_named_is_a_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_or_build(tmp_path, "key", lambda: D([3])).path
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "meta.json").write_text("{}")
+    (other / "precious.txt").write_text("x")
+    for wrong, message in ((tmp_path / "no", "has no meta.json"), (other, "holds 'precious.txt'")):
+        assert main(["rm", str(store), str(wrong)]) == 1
+        assert f"{message}" in capsys.readouterr().err
+    assert (other / "precious.txt").exists()
+    TokenStore.open(tmp_path / "key")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["rm", "--partial", "{}/no"], "is not a folder"),
         (["rm", "{}/no"], "is not a token store (it has no meta.json); nothing is removed"),
         (["rm", "{}"], "is not a token store"),
         (["ls", "{}/no"], "is not a folder"),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import D
 from tests.store_processes import LENS
+from tests.test_store_files import file_size_limit
 from torchtune_packing import PackedDataset
 from torchtune_packing.store import TokenStore
 from torchtune_packing.store.cache import build_lock, open_or_build
@@ -300,7 +301,49 @@ def test_a_damaged_shard_is_built_again(
     shard.write_bytes(data if when == "token" else data[:-4])
     store = build_in_shards(tmp_path, "key", lambda: D(LENS[:60]), shard_size=10)
     assert np.array_equal(store.tokens, TokenStore.from_samples(D(LENS[:60])).tokens)
-    assert len([r for r in caplog.records if "damaged shard is built again" in r.message]) == 1
+    assert len([r for r in caplog.records if "A shard is built again" in r.message]) == 1
+
+
+@pytest.mark.parametrize("change", ["grown", "shrunk", "shifted"])
+def test_B55_shards_of_other_data_under_the_same_key_are_not_taken(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that a user gave may stay when the data changes; the last shard was a short one."""
+    first = {"grown": 45, "shrunk": 70, "shifted": 60}[change]
+
+    class Broken(D):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            if index == 25:
+                raise OSError("gone")
+            return super().__getitem__(index)
+
+    with pytest.raises(RuntimeError, match="reading sample 25"):
+        # This process of five begins with the last shard, so that it is one of the finished.
+        build_in_shards(
+            tmp_path, "key", lambda: Broken(LENS[:first]), shard_size=10, rank=4, world_size=5
+        )
+    kept = {path.name for path in (tmp_path / ".shards-key-10").iterdir()} - {".locks"}
+    assert kept and "00004" in kept
+    ds, shifted = D(LENS[:55]), change == "shifted"
+    store = build_in_shards(tmp_path, "key", lambda: ds, shard_size=10, labels_are_shifted=shifted)
+    expected = TokenStore.from_samples(ds, labels_are_shifted=shifted)
+    assert store.checksum == expected.checksum and store.accounting == expected.accounting
+    again = [r.message for r in caplog.records if "A shard is built again" in r.message]
+    assert len(again) == {"grown": 1, "shrunk": 1, "shifted": len(kept)}[change]
+
+
+def test_a_disk_that_fills_up_while_shards_are_joined_keeps_them(tmp_path: Path) -> None:
+    # 100 samples of 100 tokens: shards of 10 take 4 kB a file, the store 40 kB.
+    with file_size_limit(20_000), pytest.raises(OSError, match="could not be written: .*GB free"):
+        build_in_shards(tmp_path, "key", lambda: D([100] * 100), shard_size=10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".locks", ".shards-key-10"]
+
+    class Unread(D):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            raise AssertionError("read again")
+
+    assert len(build_in_shards(tmp_path, "key", lambda: Unread([100] * 100), shard_size=10)) == 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".locks", "key"]
 
 
 def test_shards_of_another_size_are_not_mixed_in(tmp_path: Path) -> None:

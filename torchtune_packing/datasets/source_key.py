@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torchtune_packing
 from torchtune_packing.components import find_component
 from torchtune_packing.datasets.sources import named_files
 from torchtune_packing.store.describe import canonical, describe, file_digest, sha256_of
@@ -77,7 +78,7 @@ def source_key(
 
 
 def _versions(nodes: Sequence[Any]) -> dict[str, str]:
-    found = {}
+    found = {"torchtune_packing": torchtune_packing.__version__}
     for library in _LIBRARIES:
         try:
             found[library] = version(library)
@@ -144,7 +145,9 @@ class _Digests:
     """sha256 of files; those of large files are kept in ``cache_dir`` by size and time."""
 
     def __init__(self, cache_dir: str | Path | None) -> None:
-        self._file = Path(cache_dir) / ".digests.json" if cache_dir is not None else None
+        self._file = None
+        if cache_dir is not None:
+            self._file = Path(cache_dir).expanduser() / ".digests.json"
         self._known: dict[str, list[Any]] = {}
         self._changed = False
         if self._file is not None and self._file.is_file():
@@ -153,15 +156,16 @@ class _Digests:
             except (OSError, ValueError):
                 self._known = {}
 
-    def content(self, path: str) -> dict[str, str]:
-        """File name -> sha256 for a file, for all files below a folder, or for a pattern."""
+    def content(self, path: str) -> dict[str, str] | list[list[str]]:
+        """Names and sha256 of a file, of all files below a folder, or of those of a pattern."""
         if os.path.isfile(path):
             return {os.path.basename(path): self._digest(path)}
         if os.path.isdir(path):
             files = sorted(file for file in Path(path).rglob("*") if file.is_file())
             return {str(file.relative_to(path)): self._digest(str(file)) for file in files}
-        files = sorted(Path(file) for file in glob.glob(path, recursive=True))
-        return {file.name: self._digest(str(file)) for file in files if file.is_file()}
+        # A pattern may match files of one name in several folders, so no dict.
+        found = filter(os.path.isfile, sorted(glob.glob(path, recursive=True)))
+        return [[os.path.basename(file), self._digest(file)] for file in found]
 
     def _digest(self, path: str) -> str:
         real = os.path.realpath(path)

@@ -2,7 +2,7 @@
 
 Usage:
 
-    python -m torchtune_packing.store ls CACHE_DIR
+    python -m torchtune_packing.store ls STORE_OR_CACHE_DIR
     python -m torchtune_packing.store verify STORE_OR_CACHE_DIR
     python -m torchtune_packing.store rm STORE [STORE ...]
     python -m torchtune_packing.store rm --partial CACHE_DIR
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtune_packing.store.cache import remove_store, store_folders
+from torchtune_packing.store.cache import check_removable, remove_store, store_folders
 from torchtune_packing.store.files import StoreError, partial_folders
 from torchtune_packing.store.token_store import TokenStore
 
@@ -59,11 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _list(root: Path) -> int:
     status = 0
+    stores = _stores(root)
     print(f"{'samples':>12} {'tokens':>16} {'MB':>10}  store")
-    for folder in store_folders(root):
+    for folder in stores:
         try:
             store = TokenStore.open(folder)
-        except StoreError as error:
+        except (StoreError, PermissionError) as error:
             print(f"{'damaged':>12} {'':>16} {_megabytes(folder):>10,.1f}  {folder.name}: {error}")
             status = 1
             continue
@@ -80,13 +81,13 @@ def _list(root: Path) -> int:
 def _verify(folders: Sequence[Path]) -> int:
     status = 0
     for given in folders:
-        stores = [given] if (given / "meta.json").exists() else store_folders(given)
+        stores = _stores(given)
         if not stores:
             raise ValueError(f"{given} holds no token store")
         for folder in stores:
             try:
                 TokenStore.open(folder).verify()
-            except StoreError as error:
+            except (StoreError, PermissionError) as error:
                 print(f"damaged  {folder}: {error}")
                 status = 1
             else:
@@ -95,6 +96,12 @@ def _verify(folders: Sequence[Path]) -> int:
 
 
 def _remove(folders: Sequence[Path], partial: bool) -> int:
+    # All are looked at before the first one goes.
+    for folder in folders:
+        if partial:
+            _stores(folder)
+        else:
+            check_removable(folder)
     for folder in folders:
         if not partial:
             remove_store(folder)
@@ -104,6 +111,11 @@ def _remove(folders: Sequence[Path], partial: bool) -> int:
             shutil.rmtree(leftover)
             print(f"removed {leftover}")
     return 0
+
+
+def _stores(given: Path) -> list[Path]:
+    """The store that is named, or all of a folder."""
+    return [given] if (given / "meta.json").exists() else store_folders(given)
 
 
 def _megabytes(folder: Path) -> float:

@@ -20,19 +20,22 @@ from typing import Any
 
 import torchtune_packing
 from torchtune_packing.store.describe import canonical, describe, sha256_of
-from torchtune_packing.store.files import StoreError, partial_folders
+from torchtune_packing.store.files import FILE_NAMES, StoreError, partial_folders
 from torchtune_packing.store.token_store import TokenStore
 
 __all__ = [
     "build_lock",
     "check_against",
     "check_cache_arguments",
+    "check_num_workers",
+    "check_removable",
     "check_shift",
     "open_or_build",
     "own_key",
     "remove_store",
     "store_folders",
     "store_meta",
+    "store_path",
     "try_open",
 ]
 
@@ -63,6 +66,28 @@ def check_cache_arguments(cache_dir: Any, cache_key: str | None) -> None:
         )
 
 
+def check_num_workers(num_workers: Any) -> None:
+    """Checks that a number of worker processes is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+        raise ValueError(
+            f"num_workers is {num_workers!r}; set it to a number of processes, 0 for none"
+        )
+
+
+def store_path(cache_dir: str | Path, cache_key: str) -> Path:
+    """Where the store of a key lies; ``~`` is the user's own folder.
+
+    Raises:
+        ValueError: the key cannot name a folder.
+    """
+    check_cache_arguments(cache_dir, cache_key)
+    return Path(cache_dir).expanduser() / cache_key
+
+
 def open_or_build(
     cache_dir: str | Path,
     cache_key: str,
@@ -87,13 +112,13 @@ def open_or_build(
     Raises:
         ValueError: a sample does not meet the contract, or the store was built with another value
             of ``labels_are_shifted``.
-        OSError: the store cannot be written.
+        OSError: the store cannot be written, or this user may not read it.
     """
-    check_cache_arguments(cache_dir, cache_key)
-    folder = Path(cache_dir) / cache_key
-    store, _ = try_open(folder)
+    check_num_workers(num_workers)
+    folder = store_path(cache_dir, cache_key)
+    store, problem = try_open(folder)
     if store is None:
-        with build_lock(folder):
+        with build_lock(folder, problem=problem):
             store, problem = try_open(folder)
             if store is None:
                 if problem is not None:
@@ -118,7 +143,9 @@ def try_open(folder: Path) -> tuple[TokenStore | None, str | None]:
             return None, None
     except PermissionError as error:
         raise PermissionError(
-            error.errno, f"the token store {folder} cannot be looked at: {error.strerror}"
+            error.errno,
+            f"the token store {folder} cannot be looked at: {error.strerror}; let cache_dir name a "
+            "folder that this user may enter",
         ) from error
     try:
         return TokenStore.open(folder), None
@@ -176,12 +203,13 @@ def own_key(ds: Any) -> str | None:
 
 
 @contextmanager
-def build_lock(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+def build_lock(folder: Path, *, wait: bool = True, problem: str | None = None) -> Iterator[bool]:
     """Holds the lock that a process needs to build a store.
 
     Args:
         folder: the store.
         wait: False gives up at once when another process holds the lock.
+        problem: what is wrong with the store that is there, None when there is none.
 
     Yields:
         Whether the lock is held; always True with ``wait``.
@@ -215,10 +243,12 @@ def build_lock(folder: Path, *, wait: bool = True) -> Iterator[bool]:
                 )
                 patience = 60.0
     except OSError as error:
+        found = f"there is no token store {folder} yet, and none can be built there"
+        if problem is not None:
+            found = f"a damaged token store cannot be built again ({problem})"
         raise OSError(
             error.errno,
-            f"there is no token store {folder} yet, and none can be built there: "
-            f"{error.strerror or error}. Let cache_dir name a folder that can be written",
+            f"{found}: {error.strerror or error}. Let cache_dir name a folder that can be written",
         ) from error
     try:
         yield is_held
@@ -256,10 +286,28 @@ def remove_store(folder: str | Path) -> None:
     Raises:
         ValueError: the folder is not a token store.
     """
+    check_removable(folder)
+    # The folder itself, whatever link or dot leads there.
+    real = Path(folder).resolve()
+    # Without its name first, so that a removal cut short leaves nothing that looks like a store.
+    aside = real.parent / f".tmp-{real.name}~removed-{uuid.uuid4().hex[:8]}"
+    real.rename(aside)
+    if Path(folder).is_symlink():
+        Path(folder).unlink()
+    shutil.rmtree(aside)
+
+
+def check_removable(folder: str | Path) -> None:
+    """Checks that a folder is a token store, whole or damaged, and nothing else.
+
+    Raises:
+        ValueError: it is not.
+    """
     folder = Path(folder)
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} is not a token store (it has no meta.json); nothing is removed")
-    # Without its name first, so that a removal cut short leaves nothing that looks like a store.
-    aside = folder.parent / f".tmp-{folder.name}~removed-{uuid.uuid4().hex[:8]}"
-    folder.rename(aside)
-    shutil.rmtree(aside)
+    foreign = sorted({entry.name for entry in folder.iterdir()} - FILE_NAMES)
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {foreign[0]!r}, which is no file of a token store; nothing is removed"
+        )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class TokenColumns:
             another name than those of this module.
 
     Raises:
-        ValueError: a file or column is missing, or it is not plain which columns to take.
+        ValueError: a file or column is missing or of another type, or it is not plain which columns
+            to take. Nothing but the files' descriptions is read for that.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class TokenColumns:
         )
         self.columns = [self.token_column, self.label_column or self.mask_column or ""]
         for part in self._parts:
-            for name in self.columns:
-                _require(part, name)
+            _require(part, self.token_column)
+            _require(part, self.columns[1], is_mask=self.mask_column is not None)
         self._sizes = [part.num_rows for part in self._parts]
 
     def __len__(self) -> int:
@@ -97,8 +99,8 @@ class TokenColumns:
         """Yields rows ``begin`` up to ``end`` as chunks.
 
         Raises:
-            ValueError: a row has a null, values that are no integers, or as many labels as it has
-                not tokens; the message names the row and the file.
+            ValueError: a row has a null, a value out of range, or as many labels as it has not
+                tokens, and the message names the row and the file; or a file is damaged.
         """
         end = len(self) if end is None else end
         offset = 0
@@ -149,30 +151,46 @@ class _File:
     """One Parquet or Arrow file."""
 
     def __init__(self, path: Path) -> None:
-        import pyarrow as pa
         import pyarrow.parquet
 
         self.name = str(path)
         self.is_parquet = path.suffix == ".parquet"
-        try:
+        with self._named_errors():
             if self.is_parquet:
-                self.parquet = pyarrow.parquet.ParquetFile(path, memory_map=True)
+                # Spark writes a checksum with every page; where there is none, none is compared.
+                self.parquet = pyarrow.parquet.ParquetFile(
+                    path, memory_map=True, page_checksum_verification=True
+                )
                 self.schema = self.parquet.schema_arrow
                 self.num_rows = self.parquet.metadata.num_rows
             else:
                 self.table = _read_arrow(path)
                 self.schema = self.table.schema
                 self.num_rows = self.table.num_rows
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Says of which file it is that something cannot be read."""
+        import pyarrow as pa
+
+        try:
+            yield
         except (pa.ArrowException, OSError) as error:
             kind = "Parquet" if self.is_parquet else "Arrow"
             raise ValueError(
-                f"the data file {path} cannot be read as {kind}: {str(error).splitlines()[0]}"
+                f"the data file {self.name} cannot be read as {kind}: "
+                f"{str(error).splitlines()[0].rstrip('.')}; write it again"
             ) from error
 
     def batches(self, columns: Sequence[str], begin: int, end: int) -> Iterator[Any]:
-        if not self.is_parquet:
-            yield from self.table.select(columns).slice(begin, end - begin).to_batches(_BATCH_ROWS)
-            return
+        with self._named_errors():
+            if self.is_parquet:
+                yield from self._parquet_batches(columns, begin, end)
+            else:
+                rows = self.table.select(columns).slice(begin, end - begin)
+                yield from rows.to_batches(_BATCH_ROWS)
+
+    def _parquet_batches(self, columns: Sequence[str], begin: int, end: int) -> Iterator[Any]:
         row = 0
         for group in range(self.parquet.num_row_groups):
             size = self.parquet.metadata.row_group(group).num_rows
@@ -227,15 +245,44 @@ def _paths(data: Any) -> list[Path]:
         matches = sorted(glob.glob(str(item), recursive=True))
         if not matches:
             raise ValueError(f"the data file {item} does not exist; correct the path")
+        if folders := [match for match in matches if Path(match).is_dir()]:
+            raise ValueError(
+                f"the data file {folders[0]} is a folder; name the files in it, for example "
+                f"{folders[0]}/*.parquet"
+            )
         found += [Path(match) for match in matches]
     if not found:
         raise ValueError("no data files are given; name at least one Parquet or Arrow file")
     return found
 
 
-def _require(part: Any, name: str) -> None:
-    if name not in part.schema.names:
-        raise ValueError(f"{part.name} has no column {name!r}, only {part.schema.names}")
+def _require(part: Any, name: str, *, is_mask: bool = False) -> None:
+    """Checks, by the description of a part, that a column is there and holds lists of integers."""
+    import pyarrow as pa
+
+    names = part.schema.names
+    if name not in names:
+        raise ValueError(f"{part.name} has no column {name!r}, only {names}")
+    if names.count(name) > 1:
+        raise ValueError(f"{part.name} has {names.count(name)} columns {name!r}; keep one of them")
+    kind = part.schema.field(name).type
+    if not (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
+        raise ValueError(
+            f"column {name!r} of {part.name} has the type {kind}; it must be a list of integers"
+        )
+    values = kind.value_type
+    if is_mask and not (pa.types.is_boolean(values) or pa.types.is_integer(values)):
+        raise ValueError(
+            f"the mask {name!r} of {part.name} has lists of {values}; it must be true and false, "
+            "or 1 and 0"
+        )
+    if not is_mask and not pa.types.is_integer(values):
+        raise ValueError(
+            f"column {name!r} of {part.name} has lists of {values}; token ids and labels must be "
+            "integers, so cast that column"
+        )
 
 
 def _choose(given: str | None, known: Sequence[str], part: Any, argument: str) -> str:
@@ -287,21 +334,14 @@ def _flat(column: Any, name: str, row: int, where: str) -> tuple[Any, np.ndarray
     """Values of a list column end to end (an Arrow array), and int32 lengths of its rows."""
     import pyarrow as pa
 
-    kind = column.type
-    if not (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
-        raise ValueError(
-            f"column {name!r} of {where} has the type {kind}; it must be a list of integers"
-        )
     if column.null_count:
         bad = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise ValueError(
             f"sample {row + bad} ({where}) has null in column {name!r}; drop such rows or write an "
             "empty list"
         )
-    if pa.types.is_fixed_size_list(kind):
-        lengths = np.full(len(column), kind.list_size, dtype=np.int32)
+    if pa.types.is_fixed_size_list(column.type):
+        lengths = np.full(len(column), column.type.list_size, dtype=np.int32)
     else:
         lengths = np.diff(column.offsets.to_numpy()).astype(np.int32)
     values = column.flatten()
@@ -316,13 +356,6 @@ def _flat(column: Any, name: str, row: int, where: str) -> tuple[Any, np.ndarray
 
 
 def _to_int32(values: Any, lengths: np.ndarray, name: str, row: int, where: str) -> np.ndarray:
-    import pyarrow as pa
-
-    if not pa.types.is_integer(values.type):
-        raise ValueError(
-            f"column {name!r} of {where} has lists of {values.type}; token ids and labels must be "
-            "integers, so cast that column"
-        )
     found = values.to_numpy()
     if found.dtype.itemsize > 4 or found.dtype == np.uint32:
         wrong = (found > _INT32.max) | (found < _INT32.min)
@@ -340,11 +373,6 @@ def _to_bool(values: Any, lengths: np.ndarray, name: str, row: int, where: str) 
 
     if pa.types.is_boolean(values.type):
         return values.to_numpy(zero_copy_only=False)
-    if not pa.types.is_integer(values.type):
-        raise ValueError(
-            f"the mask {name!r} of {where} has lists of {values.type}; it must be true and false, "
-            "or 1 and 0"
-        )
     found = values.to_numpy()
     wrong = (found != 0) & (found != 1)
     if wrong.any():

@@ -29,6 +29,7 @@ from torchtune_packing.store.accounting import DocumentTable, StoreAccounting
 from torchtune_packing.store.ingest import Chunk
 
 __all__ = [
+    "FILE_NAMES",
     "FORMAT",
     "StoreError",
     "open_arrays",
@@ -49,13 +50,26 @@ _DTYPES = {
     "trained": "<i4",
     "empty": "<i8",
 }
+FILE_NAMES = frozenset({"meta.json", *(f"{name}.npy" for name in _DTYPES)})
 #: Small arrays whose checksum is compared at every opening.
 _PER_DOCUMENT = ("seq_lens", "trained", "empty")
 _READ_SIZE = 1 << 22
 
 
 class StoreError(ValueError):
-    """A folder does not hold a whole, readable store."""
+    """A folder does not hold a whole store: it is to be built again."""
+
+
+def _read_error(path: Path, error: OSError) -> Exception:
+    """What is wrong with a file that cannot be read: damage, or somebody else's whole store."""
+    if isinstance(error, PermissionError):
+        return PermissionError(
+            error.errno,
+            f"the token store {path.parent} may not be read ({path.name}: {error.strerror}); have "
+            "its owner allow that, or let cache_dir name another folder",
+        )
+    state = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+    return StoreError(f"{path} {state} ({error.strerror or error})")
 
 
 class _ArrayWriter:
@@ -221,10 +235,13 @@ def _existing(folder: Path) -> Path:
 
 
 def partial_folders(cache_dir: Path, name: str = "") -> Iterator[Path]:
-    """Folders that killed builds left behind, of one store or of all."""
-    prefix = f".tmp-{name}~" if name else ".tmp-"
+    """Folders that killed builds left behind, of one store or, with finished shards, of all.
+
+    Shards are not of the first kind: a command that is repeated goes on with them.
+    """
+    prefixes = (f".tmp-{name}~",) if name else (".tmp-", ".shards-")
     if cache_dir.is_dir():
-        yield from sorted(entry for entry in cache_dir.iterdir() if entry.name.startswith(prefix))
+        yield from sorted(entry for entry in cache_dir.iterdir() if entry.name.startswith(prefixes))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -232,12 +249,13 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
     Raises:
         StoreError: there is none, it cannot be read, or it is of another format.
+        PermissionError: this user may not read it.
     """
     try:
         with open(folder / "meta.json", encoding="utf-8") as file:
             meta = json.load(file)
     except OSError as error:
-        raise StoreError(f"{folder} has no readable meta.json ({error.strerror})") from error
+        raise _read_error(folder / "meta.json", error) from error
     except ValueError as error:
         raise StoreError(f"meta.json in {folder} is damaged ({error})") from error
     if not isinstance(meta, dict) or "format" not in meta:
@@ -260,11 +278,12 @@ def open_arrays(
 
     Raises:
         StoreError: something does not fit.
+        PermissionError: this user may not read an array.
     """
     try:
         arrays = {name: _open_array(folder, name, meta["files"][f"{name}.npy"]) for name in _DTYPES}
         accounting = StoreAccounting(**meta["accounting"])
-        sums = {name: meta["files"][f"{name}.npy"]["sha256"] for name in _PER_DOCUMENT}
+        sums = {name: meta["files"][f"{name}.npy"]["sha256"] for name in _DTYPES}
     except (KeyError, TypeError) as error:
         raise StoreError(f"meta.json in {folder} is incomplete ({error})") from error
     for name in _PER_DOCUMENT:
@@ -284,12 +303,14 @@ def _open_array(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise StoreError(f"{path} is missing ({error.strerror})") from error
+        raise _read_error(path, error) from error
     if size != entry["bytes"]:
         raise StoreError(f"{path} has {size} bytes instead of {entry['bytes']}")
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _read_error(path, error) from error
+    except ValueError as error:
         raise StoreError(f"{path} is not a readable array ({error})") from error
     if array.dtype.str != _DTYPES[name] or array.shape != (entry["length"],):
         raise StoreError(

@@ -10,7 +10,8 @@ them into the store that one process alone would have written, byte for byte.
     <cache_dir>/.shards-<key>-<size>/00001/  ...
 
 A process that dies gives up its lock, so the others take over its shard; a run that is repeated
-finds the finished ones. Nobody waits inside a collective.
+finds the finished ones. Nobody waits inside a collective. Until the shards are removed, after the
+join, they and the store take twice the room of the store.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import numpy as np
 
 from torchtune_packing.store.cache import (
     build_lock,
-    check_cache_arguments,
+    check_num_workers,
     check_shift,
     store_meta,
+    store_path,
     try_open,
 )
 from torchtune_packing.store.files import StoreError, partial_folders, write_store
@@ -85,12 +87,12 @@ def build_in_shards(
     Raises:
         ValueError: a sample does not meet the contract, or the data set has no length.
         SampleReadError: the data set raised.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written, or this user may not read them.
     """
-    check_cache_arguments(cache_dir, cache_key)
+    check_num_workers(num_workers)
+    folder = store_path(cache_dir, cache_key)
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    folder = Path(cache_dir) / cache_key
     store, _ = try_open(folder)
     if store is not None:
         return check_shift(store, labels_are_shifted)
@@ -128,9 +130,28 @@ class _Work:
     def bounds(self, shard: int) -> tuple[int, int]:
         return shard * self.size, min(len(self.ds), (shard + 1) * self.size)
 
+    def open(self, shard: int) -> tuple[TokenStore | None, str | None]:
+        """A shard of this data set, or what is wrong with it; neither where there is none.
+
+        A key that the user gave may have stayed when the data changed since a build broke off.
+        """
+        path, (begin, end) = self.path(shard), self.bounds(shard)
+        store, problem = try_open(path)
+        if store is None:
+            return None, problem
+        if store.accounting.num_samples != end - begin:
+            return None, (
+                f"{path} holds {store.accounting.num_samples} samples, the data set has "
+                f"{end - begin} there"
+            )
+        shifted = store.meta.get("labels_are_shifted")
+        if shifted != self.labels_are_shifted:
+            return None, f"{path} was built with labels_are_shifted={shifted}"
+        return store, None
+
     def is_finished(self, shard: int) -> bool:
         """Looks once; a shard that was whole is not looked at again until it is joined."""
-        if shard not in self.finished and try_open(self.path(shard))[0] is not None:
+        if shard not in self.finished and self.open(shard)[0] is not None:
             self.finished.add(shard)
         return shard in self.finished
 
@@ -140,9 +161,9 @@ class _Work:
 
     def build(self, shard: int, problem: str | None = None) -> None:
         begin, end = self.bounds(shard)
-        problem = problem or try_open(self.path(shard))[1]
+        problem = problem or self.open(shard)[1]
         if problem is not None:
-            logger.warning("A damaged shard is built again: %s.", problem)
+            logger.warning("A shard is built again: %s.", problem)
         for leftover in partial_folders(self.root, self.path(shard).name):
             shutil.rmtree(leftover, ignore_errors=True)
         chunks = iterate_chunks(
@@ -206,11 +227,14 @@ def _join(work: _Work, fingerprint: Mapping[str, Any] | None) -> TokenStore:
 def _shards_in_order(work: _Work) -> Iterator[Chunk]:
     """Every shard as one chunk, its tokens still in the file; damaged ones are built anew."""
     for shard in range(work.num_shards):
-        try:
-            store = TokenStore.open(work.path(shard))
-            store.verify()
-        except StoreError as error:
-            work.build(shard, str(error))
+        store, problem = work.open(shard)
+        if store is not None:
+            try:
+                store.verify()
+            except StoreError as error:
+                problem = str(error)
+        if store is None or problem is not None:
+            work.build(shard, problem)
             store = TokenStore.open(work.path(shard))
         counts = store.accounting
         is_full = np.ones(counts.num_samples, dtype=bool)

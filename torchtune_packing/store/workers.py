@@ -1,17 +1,20 @@
 """Worker processes that read samples and hand over int32 arrays, in order.
 
-The engine is torch's ``DataLoader``: it keeps the order, bounds what is in flight, and ends its
-workers when this process dies. Workers are forked where the system can fork, so a data set need not
-be picklable there; elsewhere (Windows, macOS) it must be. Arrays travel through a pipe, not through
-shared memory, of which containers often have little.
+The engine is torch's ``DataLoader``: it keeps the order and bounds what is in flight. Workers end
+with this process, also when it is killed. They are forked where the system can fork, so a data set
+need not be picklable there; elsewhere (Windows, macOS) it must be. Arrays travel through a pipe,
+not through shared memory, of which containers often have little.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
 import pickle
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,12 +77,24 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _leave_inherited_objects_alone(worker: int) -> None:
-    """Keeps a worker's garbage collector off the objects of its parent.
+def _set_up_worker(worker: int, *, parent: int) -> None:
+    """Keeps a worker's garbage collector off the objects of its parent, and ends it with that.
 
-    Looking at them would write to the pages that both share, and so copy them, one by one.
+    Looking at the objects would write to the pages that both share, and so copy them, one by one.
     """
     gc.freeze()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is gone.
+
+    A parent that is killed tells nobody. torch's own watch looks between two samples only, and then
+    waits for a full pipe that nobody empties any more.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 @contextmanager
@@ -119,7 +134,7 @@ def iterate_chunks_in_workers(
         collate_fn=_as_it_is,
         num_workers=num_workers,
         multiprocessing_context="fork" if can_fork else None,
-        worker_init_fn=_leave_inherited_objects_alone,
+        worker_init_fn=functools.partial(_set_up_worker, parent=os.getpid()),
         # Its own generator: a store built now or found ready leaves the same random state.
         generator=torch.Generator(),
     )

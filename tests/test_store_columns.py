@@ -1,5 +1,7 @@
 """Columns of tokens: Parquet, Arrow and Hugging Face data sets go in as they are, or not at all."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +347,43 @@ def test_B55_files_of_one_name_in_several_folders_are_all_in_the_key(tmp_path: P
     (tmp_path / "en" / "part-0.parquet").unlink()
     keys.append(key())
     assert len(set(keys)) == 4
+
+
+def test_B55_hashes_of_large_files_are_remembered_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchtune_packing.datasets.source_key as module
+
+    path = tmp_path / "rows.parquet"
+    node = {
+        "_component_": "torchtune_packing.datasets.tokenized_dataset",
+        "data_files": str(path),
+    }
+    monkeypatch.setattr(module, "_REMEMBER_FROM", 4)
+    hashed: list[str] = []
+    digest = module.file_digest
+    monkeypatch.setattr(module, "file_digest", lambda p: hashed.append(p) or digest(p))
+
+    def key(content: str, seconds: int) -> str:
+        """The key with a file of some content, last written so many seconds after 1970."""
+        path.write_text(content)
+        os.utime(path, (seconds, seconds))
+        hashed.clear()
+        return source_key([node], None, labels_are_shifted=False, cache_dir=tmp_path / "c")[0]
+
+    first = key("aaaa", 1000)
+    assert hashed and key("aaaa", 1000) == first and not hashed
+    assert key("bbbb", 1001) != first and hashed
+    assert key("bbbbb", 1001) != key("bbbb", 1001)
+    assert key("aaaa", 1002) == first
+    # Written just now: it may change again within the clock's step, so it is not relied on.
+    now = int(time.time())
+    assert key("cccc", now) != key("dddd", now) and hashed
+    (tmp_path / "c" / ".digests.json").write_text("{")
+    assert key("aaaa", 1002) == first and hashed
+    # What is small is read every time.
+    monkeypatch.setattr(module, "_REMEMBER_FROM", 5)
+    assert key("eeee", 2000) != key("ffff", 2000)
 
 
 def test_B55_the_version_of_this_package_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,15 @@ class Progress:
     Args:
         total: samples to count, None when not known beforehand.
         description: what is being done.
+        done: samples that were done before, which say nothing about how long the rest will take.
         enabled: False for a counter that prints nothing (other ranks, tests).
     """
 
-    def __init__(self, total: int | None, description: str, *, enabled: bool = True) -> None:
+    def __init__(
+        self, total: int | None, description: str, *, done: int = 0, enabled: bool = True
+    ) -> None:
         self.total = total
-        self.done = 0
+        self.done = self._done_before = done
         self.description = description
         self._enabled = enabled
         self._bar = None
@@ -46,7 +49,12 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=total, desc=description, unit=" samples", unit_scale=True, dynamic_ncols=True
+                total=total,
+                initial=done,
+                desc=description,
+                unit=" samples",
+                unit_scale=True,
+                dynamic_ncols=True,
             )
 
     def update(self, num_samples: int) -> None:
@@ -61,7 +69,7 @@ class Progress:
                 print(self._line(now - self._start), file=sys.stderr, flush=True)
 
     def _line(self, seconds: float) -> str:
-        rate = self.done / seconds
+        rate = (self.done - self._done_before) / seconds
         if self.total is None:
             return f"{self.description}: {self.done:,} samples in {seconds:,.0f} s"
         left = (self.total - self.done) / rate if rate else float("inf")

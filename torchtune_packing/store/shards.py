@@ -104,7 +104,10 @@ def build_in_shards(
         )
     size = shard_size or shard_size_for(len(ds))
     work = _Work(folder, ds, size, num_workers, labels_are_shifted)
-    with Progress(len(ds), "Tokenizing", enabled=progress and rank == 0) as bar:
+    for shard in range(work.num_shards):
+        work.is_finished(shard)
+    done = work.num_samples_done()
+    with Progress(len(ds), "Tokenizing", done=done, enabled=progress and rank == 0) as bar:
         _build_shards(work, rank, world_size, bar)
     return _join(work, fingerprint)
 
@@ -155,6 +158,10 @@ class _Work:
             self.finished.add(shard)
         return shard in self.finished
 
+    def num_samples_done(self) -> int:
+        """Samples of the shards that are known to be finished."""
+        return sum(end - begin for begin, end in map(self.bounds, self.finished))
+
     def is_joined(self) -> bool:
         """True once the whole store is there."""
         return self.folder.exists() and try_open(self.folder)[0] is not None
@@ -203,7 +210,7 @@ def _build_shards(work: _Work, rank: int, world_size: int, bar: Progress) -> Non
 
 
 def _show(work: _Work, bar: Progress) -> None:
-    done = sum(end - begin for begin, end in map(work.bounds, work.finished))
+    done = work.num_samples_done()
     if done > bar.done:
         bar.update(done - bar.done)
 

@@ -227,6 +227,7 @@ def test_B30_ranks_have_disjoint_packs_that_cover_all_and_a_checksum_to_compare(
         checksum(balance=False),
         checksum(shuffle=False),
         checksum(batch_size=1),
+        checksum(gradient_accumulation_steps=2),
         checksum(packs_consumed=8),
     ]
     assert len(set(others)) == len(others)

@@ -150,6 +150,25 @@ def test_resume_before_a_last_step_that_takes_from_the_step_before() -> None:
         assert list(resumed) == whole[1:]
 
 
+def test_resume_on_other_ranks_does_not_cut_what_was_trained_on() -> None:
+    # Batches [0 1] [2] [3] [4], of which one rank took the first: only that one could be cut.
+    build = partial(TokenBatchSampler, [5, 5, 10, 10, 10], max_tokens=10, shuffle=False)
+    rest = []
+    for rank in range(2):
+        sampler = build(world_size=2, rank=rank)
+        sampler.set_epoch(0, packs_consumed=1)
+        assert (sampler.num_steps, sampler.num_leftover) == (1, 1)
+        rest += list(sampler)
+    assert rest == [[2], [3]]
+
+
+def test_the_heaviest_batch_is_cut_to_fill_the_last_step() -> None:
+    # Batches of 4, 9 and 9 tokens: [0 1] [2 3] [4]; the last one cannot be cut.
+    lengths = [2, 2, 7, 2, 9]
+    ranks = epoch_of(4, lengths, max_tokens=10, shuffle=False)
+    assert ranks == [[[0, 1]], [[2]], [[4]], [[3]]]
+
+
 def test_resume_on_another_number_of_ranks_goes_through_the_same_batches() -> None:
     lengths = lognormal(400)
     four = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,10 @@ def prefetched_bytes(max_seq_len: int, num_micro_batches: int) -> dict[str, Any]
     samples = Samples(num_micro_batches * max_seq_len // 250, max_seq_len)
     ds = PackedDataset(samples, max_seq_len=max_seq_len)
     collate = functools.partial(collate_packed, mask=None, pad_to=max_seq_len)
-    # The queue of a loader with workers: every batch collated, none taken yet.
-    waiting = [collate([ds[index % len(ds)]]) for index in range(num_micro_batches)]
+    # All that two workers hand over while they are ahead by so many batches, none let go.
+    loader = DataLoader(ds, num_workers=2, prefetch_factor=num_micro_batches, collate_fn=collate)
+    waiting = list(itertools.islice(loader, num_micro_batches))
+    assert len(waiting) == num_micro_batches
     held: dict[str, int] = {}
     for batch in waiting:
         for name, value in batch.items():

@@ -251,6 +251,33 @@ def test_B57_missing_max_seq_len_names_both_keys() -> None:
             build(NUMBERS, max_seq_len=value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "bestfit"}, "strategy is 'bestfit'"),
+        ({"overlong": "cut"}, "overlong is 'cut'"),
+        ({"max_packs": 0}, "max_packs is 0"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"num_workers": -1}, "num_workers is -1"),
+    ],
+)
+def test_settings_of_the_plan_are_refused_before_anything_is_read(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    settings = {"source": {"_component_": f"{__name__}.counted_dataset"}, "max_seq_len": 8}
+    settings |= {"cache_dir": str(tmp_path)} | changes
+    BUILT.clear()
+    with pytest.raises(ValueError, match=message):
+        packed_dataset(ByteTokenizer(), **settings)
+    with pytest.raises(ValueError, match=message):
+        build_store(ByteTokenizer(), settings)
+    del settings["cache_dir"]
+    with pytest.raises(ValueError, match=message):
+        packed_dataset(ByteTokenizer(), **settings)
+    assert not BUILT and not list(tmp_path.iterdir())
+
+
 def test_samples_that_the_tokenizer_cut_are_told_in_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

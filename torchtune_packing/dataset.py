@@ -20,6 +20,7 @@ from torchtune_packing.store import TokenStore
 from torchtune_packing.store.cache import (
     check_against,
     check_cache_arguments,
+    check_num_workers,
     open_or_build,
     own_key,
 )
@@ -87,7 +88,7 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         cache_key: str | None = None,
         num_workers: int = 0,
     ) -> None:
-        self.max_seq_len = _checked_max_seq_len(max_seq_len)
+        self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
         self.max_packs = max_packs
         self.split_across_pack = split_across_pack
@@ -96,6 +97,8 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         self.seed = seed
         # Every argument is looked at before anything is read.
         plan_packs([1], **self._plan_arguments())
+        check_num_workers(num_workers)
+        self.max_seq_len = operator.index(max_seq_len)
         self.store = _store_of(
             ds,
             labels_are_shifted=labels_are_shifted,
@@ -230,15 +233,6 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
         return f"split_across_pack=True would cut documents and need {fewest:,} packs"
 
 
-def _checked_max_seq_len(max_seq_len: Any) -> int:
-    if isinstance(max_seq_len, bool) or not hasattr(max_seq_len, "__index__") or max_seq_len <= 0:
-        raise ValueError(
-            f"max_seq_len is {max_seq_len!r}; set it to the number of tokens in a pack, at least 1 "
-            "(in a config: dataset.max_seq_len, which may also bound tokenizer.max_seq_len)"
-        )
-    return operator.index(max_seq_len)
-
-
 def _store_of(
     ds: Any,
     *,
@@ -248,10 +242,6 @@ def _store_of(
     num_workers: int,
 ) -> TokenStore:
     check_cache_arguments(cache_dir, cache_key)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-        raise ValueError(
-            f"num_workers is {num_workers!r}; set it to a number of processes, 0 for none"
-        )
     if isinstance(ds, TokenStore):
         return ds
     if cache_dir is None:

@@ -13,14 +13,18 @@ from omegaconf import OmegaConf
 from torchtune_packing.dataset import PackedDataset
 from torchtune_packing.datasets.source_key import source_key
 from torchtune_packing.datasets.sources import check_source, load_source, source_nodes
+from torchtune_packing.plan import plan_packs
 from torchtune_packing.store import TokenStore
-from torchtune_packing.store.cache import check_cache_arguments, open_or_build
+from torchtune_packing.store.cache import check_cache_arguments, check_num_workers, open_or_build
 from torchtune_packing.store.progress import is_main_process
 from torchtune_packing.store.shards import build_in_shards
 
 __all__ = ["build_store", "packed_dataset"]
 
 logger = logging.getLogger(__name__)
+
+#: What decides the packs, and not the store.
+_PLAN_KEYS = ("max_seq_len", "strategy", "overlong", "split_across_pack", "max_packs", "seed")
 
 
 def packed_dataset(
@@ -75,6 +79,17 @@ def packed_dataset(
         )
     for node in nodes:
         check_source(node)
+    # Before anything is tokenized.
+    plan: dict[str, Any] = {
+        "max_seq_len": max_seq_len,
+        "strategy": strategy,
+        "overlong": overlong,
+        "split_across_pack": split_across_pack,
+        "max_packs": max_packs,
+        "seed": seed,
+    }
+    plan_packs([1], **plan)
+    check_num_workers(num_workers)
     packs = PackedDataset(
         _store_or_source(
             nodes,
@@ -84,13 +99,8 @@ def packed_dataset(
             num_workers=num_workers,
             labels_are_shifted=labels_are_shifted,
         ),
-        max_seq_len=max_seq_len,
+        **plan,
         padding_idx=getattr(tokenizer, "pad_id", None) or 0,
-        max_packs=max_packs,
-        split_across_pack=split_across_pack,
-        strategy=strategy,
-        overlong=overlong,
-        seed=seed,
         labels_are_shifted=labels_are_shifted,
         num_workers=num_workers,
     )
@@ -133,6 +143,7 @@ def build_store(
     nodes = source_nodes(settings.get("source"))
     for node in nodes:
         check_source(node)
+    plan_packs([1], **{key: settings[key] for key in _PLAN_KEYS if key in settings})
     shifted = settings.get("labels_are_shifted", False)
     cache_key, fingerprint = _named_or_computed_key(
         settings.get("cache_key"), nodes, tokenizer, cache_dir, labels_are_shifted=shifted

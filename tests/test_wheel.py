@@ -1,5 +1,6 @@
 """The built wheel in an environment of its own, outside the repository; ``ls`` and ``cp``."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import REPO
+from tests.terminal import on_terminal
 from tests.tiny import read_metrics, tiny_config
 from torchtune_packing.__main__ import main
 
@@ -81,6 +83,16 @@ def test_recipe_of_the_wheel_and_a_copied_one_run(outside: tuple[Path, Path]) ->
     assert second[1]["my_loss"] == 1.0 and "my_loss" not in first[1]
 
 
+def test_ls_of_a_wheel_names_what_tune_run_and_cp_take(outside: tuple[Path, Path]) -> None:
+    work, python = outside
+    shown = call([python, "-m", "torchtune_packing", "ls"], work).splitlines()
+    assert "torchtune_packing/recipes/full_finetune.py" in shown
+    name = "torchtune_packing/configs/smollm2/135M_full.yaml"
+    assert name in shown
+    call([python, "-m", "torchtune_packing", "cp", name, "listed.yaml"], work)
+    assert (work / "listed.yaml").is_file()
+
+
 def test_config_copied_out_of_the_wheel_names_itself(outside: tuple[Path, Path]) -> None:
     work, python = outside
     said = call([python, "-m", "torchtune_packing", "cp", "llama3_1/8B_full", "my.yaml"], work)
@@ -94,14 +106,52 @@ def test_config_copied_out_of_the_wheel_names_itself(outside: tuple[Path, Path])
 # --- the two commands in a checkout ----------------------------------------------------------
 
 
-def test_ls_names_every_recipe_and_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls"]) == 0
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
-    named = {line[0] for line in lines if len(line) == 2}
-    configs = REPO / "configs"
-    wanted = {p.relative_to(configs).with_suffix("").as_posix() for p in configs.rglob("*.yaml")}
-    wanted |= {p.stem for p in (REPO / "recipes").glob("*.py") if p.stem != "__init__"}
-    assert named == wanted
+def test_ls_fits_in_80_columns_and_names_files_that_are_there(tmp_path: Path) -> None:
+    shown = on_terminal([sys.executable, "-m", "torchtune_packing", "ls"])
+    lines = shown.text.splitlines()  # as written; in rows a terminal has broken what is too long
+    assert shown.code == 0 and max(map(len, lines)) <= 80
+    *entries, _, hint = [line for line in lines if not line.startswith(" ")]
+    wanted = sorted(p for p in (REPO / "recipes").glob("*.py") if p.stem != "__init__")
+    wanted += sorted((REPO / "configs").rglob("*.yaml"))
+    assert [REPO / entry for entry in entries] == wanted
+    # A sentence on each, and each can be copied under the name that is shown.
+    for line, after in itertools.pairwise(lines):
+        assert line not in entries or after.startswith("    ")
+    assert "python -m torchtune_packing cp <name> <file>" in hint
+    for entry in entries:
+        assert main(["cp", entry, str(tmp_path / f"copy{Path(entry).suffix}"), "--force"]) == 0
+
+
+@pytest.mark.parametrize("columns", [40, 200])
+def test_ls_is_as_wide_as_the_terminal(columns: int) -> None:
+    shown = on_terminal([sys.executable, "-m", "torchtune_packing", "ls"], columns=columns)
+    sentences = [line for line in shown.text.splitlines() if line.startswith(" ")]
+    assert columns / 2 < max(map(len, sentences)) <= columns
+
+
+def test_ls_into_a_closed_pipe_ends_quietly() -> None:
+    """As `ls | head -1`, when head is gone before anything is written."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "torchtune_packing", "ls"]
+    done = subprocess.run(command, cwd=REPO, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_copied_recipe_is_run_from_a_folder_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchtune makes a module's name of the path, which cannot begin with `/` or `..`."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for target, said in (
+        ("mine.py", "run it: tune run mine.py --config <config>"),
+        (str(tmp_path / "work" / "a" / "b.py"), "run it: tune run a/b.py --config <config>"),
+        ("../up.py", f"run it in {tmp_path}: tune run up.py --config <config>"),
+    ):
+        assert main(["cp", "recipes/full_finetune.py", target]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == said
 
 
 @pytest.mark.parametrize("name", ["full_finetune", "full_finetune.py", "recipes/full_finetune.py"])

@@ -3,15 +3,18 @@
 Usage:
 
     python -m torchtune_packing ls
-    python -m torchtune_packing cp full_finetune my_recipe.py
-    python -m torchtune_packing cp llama3_2/1B_lora my_config.yaml
+    python -m torchtune_packing cp recipes/full_finetune.py my_recipe.py
+    python -m torchtune_packing cp configs/llama3_2/1B_lora.yaml my_config.yaml
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,15 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("ls", help="list recipes and configs")
     copy = commands.add_parser("cp", help="copy a recipe or a config out, to edit it")
-    copy.add_argument("name", help="as `ls` shows it, or with its folder and ending")
+    copy.add_argument("name", help="as `ls` shows it; folder and ending may be left out")
     copy.add_argument("destination", type=Path, help="a file, or a folder that exists")
     copy.add_argument("--force", action="store_true", help="replace a file that exists")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "ls":
-            print("\n".join(_listing()))
+            lines = _listing(shutil.get_terminal_size().columns)
         else:
-            print("\n".join(_copy(chosen.name, chosen.destination, force=chosen.force)))
+            lines = _copy(chosen.name, chosen.destination, force=chosen.force)
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough (`ls | head -1`); what the exit still flushes goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -70,19 +77,24 @@ def _configs() -> dict[str, Path]:
     }
 
 
-def _listing() -> list[str]:
-    width = max(len(name) for name in [*_recipes(), *_configs()]) + 2
-    lines = ["recipes"]
-    for name, path in _recipes().items():
+def _listing(columns: int) -> list[str]:
+    """Recipes and configs with a sentence on each, in lines of so many columns."""
+    described = []
+    for path in _recipes().values():
         first = re.match(r'"""(.*)', path.read_text(encoding="utf-8"))
-        lines.append(f"  {name:<{width}}{first[1].rstrip() if first else ''}".rstrip())
-    lines += ["", "configs"]
-    for name, path in _configs().items():
+        described.append((path, first[1].rstrip() if first else ""))
+    for path in _configs().values():
         head = path.read_text(encoding="utf-8").splitlines()[:2]
         text = " ".join(line.removeprefix("#").strip() for line in head)
         # The first sentence; a point inside a version number ends none.
-        lines.append(f"  {name:<{width}}{re.split(r'[.:] (?=[A-Z]|$)', text + ' ')[0].strip('. ')}")
-    return lines
+        described.append((path, re.split(r"[.:] (?=[A-Z]|$)", text + " ")[0].strip(". ")))
+    # As `tune run` takes them: in a checkout from its folder, a recipe of a wheel from anywhere.
+    beside = Path(__file__).resolve().parent.parent
+    lines = []
+    for path, text in described:
+        lines.append(path.relative_to(beside).as_posix())
+        lines += textwrap.wrap(text, columns, initial_indent="    ", subsequent_indent="    ")
+    return [*lines, "", "To copy one out and edit it: python -m torchtune_packing cp <name> <file>"]
 
 
 def _copy(name: str, destination: Path, *, force: bool) -> list[str]:
@@ -107,11 +119,21 @@ def _copy(name: str, destination: Path, *, force: bool) -> list[str]:
     destination.parent.mkdir(parents=True, exist_ok=True)
     if source.suffix == ".py":
         destination.write_text(text, encoding="utf-8")
-        return [f"copied to {destination}", f"run it: tune run {destination} --config <config>"]
+        return [f"copied to {destination}", _command_for(destination)]
     text = _with_commands_for(text, key, destination)
     destination.write_text(text, encoding="utf-8")
     commands = [line.lstrip("# ") for line in text.splitlines() if re.match(r"#.* tune run ", line)]
     return [f"copied to {destination}", *(f"run it: {command}" for command in commands)]
+
+
+def _command_for(recipe: Path) -> str:
+    """How a copied recipe is run: torchtune takes its path from the working folder down only."""
+    path, folder = recipe.resolve(), Path.cwd()
+    where = ""
+    if not path.is_relative_to(folder):
+        folder = path.parent
+        where = f" in {folder}"
+    return f"run it{where}: tune run {path.relative_to(folder)} --config <config>"
 
 
 def _with_commands_for(text: str, key: str, destination: Path) -> str:

@@ -42,7 +42,7 @@ def require_config_file(arguments: Sequence[str]) -> None:
         if not path.is_file():
             raise ValueError(
                 f"--config is {path}, which is no file; `python -m torchtune_packing ls` lists the "
-                "configs that come with the package."
+                "configs that come with the package, and `cp` in place of `ls` copies one out."
             )
         try:
             OmegaConf.load(path)

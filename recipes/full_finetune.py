@@ -93,6 +93,7 @@ class FullFinetuneRecipe:
         if saved:
             model_setup.restore_random_state(saved["random"], run.ranks)
         self.profiler = model_setup.build_profiler(cfg.get("profiler", None))
+        run.claim_output_dir()  # nothing refuses the run from here on
         run.say(self.attention.reason)
         run.say(self.data.describe())
 

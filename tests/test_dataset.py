@@ -249,6 +249,29 @@ def test_shifted_labels_become_unshifted() -> None:
     assert ds.store.accounting.num_lost_labels == 1
 
 
+def test_labels_of_the_next_token_are_refused_unless_they_are_said_to_be_that() -> None:
+    """Prompts of 3, answers of 6 tokens, no two alike; shifted as others' collators do it."""
+    whole = [list(range(10 * n, 10 * n + 9)) for n in range(4)]
+    shifted = [{"tokens": t, "labels": [-100, -100, *t[3:], -100]} for t in whole]
+    with pytest.raises(ValueError, match=r"look shifted already: in all 24 .*labels_are_shifted"):
+        PackedDataset(shifted, max_seq_len=16)
+    packs = PackedDataset(shifted, max_seq_len=16, labels_are_shifted=True)
+    assert packs.store.document(1)["labels"].tolist() == [-100] * 3 + whole[1][3:]
+    # One target that is not the next token; tokens that are all alike; too few to tell.
+    shifted[3]["labels"][4] = 99
+    alike = [{"tokens": [7] * 9, "labels": [-100] + [7] * 8}]
+    few = [{"tokens": [1, 2, 3, 4], "labels": [2, 3, 4, -100]}]
+    for good in (shifted, alike, few):
+        PackedDataset(good, max_seq_len=16)
+
+
+def test_shifted_labels_are_seen_in_one_long_document() -> None:
+    tokens = list(range(100_000))
+    sample = {"tokens": tokens, "labels": [*tokens[1:], -100]}
+    with pytest.raises(ValueError, match="in all 99,999 trained positions"):
+        PackedDataset([sample], max_seq_len=2048, overlong="split")
+
+
 @pytest.mark.parametrize("value", [None, 0, -3, 2.5, True, "8"])
 def test_max_seq_len_must_be_a_positive_integer(value: object) -> None:
     with pytest.raises(ValueError, match="max_seq_len is .*set it to the number of tokens"):

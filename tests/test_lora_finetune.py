@@ -99,6 +99,7 @@ def test_B25_resume_takes_the_adapter_from_the_output_folder(tmp_path: Path) -> 
     first.setup()
     first.run.should_stop = lambda stop: first.position.step == 5
     first.train()
+    first.cleanup()
     config.resume_from_checkpoint = True
     second = LoRAFinetuneRecipe(config)
     second.setup()

@@ -21,8 +21,8 @@ def problems(folder: Path, world_size: int = 1, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> None:
-    assert preflight.check_config(tiny_config(tmp_path), preflight.COMMON_KEYS) == 256
+def test_good_config_passes_and_tells_what_the_model_takes(tmp_path: Path) -> None:
+    assert preflight.check_config(tiny_config(tmp_path), preflight.COMMON_KEYS) == (256, 260)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,24 @@ def test_good_config_passes_and_tells_the_models_positions(tmp_path: Path) -> No
             ["a.safetensors", "does not hold", "model.safetensors"],
         ),
         (
-            {"tokenizer__path": "/nowhere/tokenizer.json"},
-            ["`tokenizer.path` is /nowhere/tokenizer.json"],
+            {
+                "tokenizer___component_": "torchtune.models.llama3.llama3_tokenizer",
+                "tokenizer__path": "/nowhere/tokenizer.model",
+            },
+            ["`tokenizer.path` is /nowhere/tokenizer.model"],
         ),
+        ({"tokenizer__max_len": 8}, ["`tokenizer.max_len` is no argument", "`max_seq_len`?"]),
+        ({"optimizer__wd": 0.1}, ["`optimizer.wd` is no argument of torch.optim.AdamW; remove"]),
+        ({"dataset__packed": True}, ["`dataset.packed` is no argument", "packed_dataset; remove"]),
+        ({"dataset__source__size": 3}, ["`dataset.source.size` is no argument of tests.tiny.Sums"]),
+        ({"dataset__strategy": "bestfit"}, ["`dataset`: strategy is 'bestfit'", "'sequential'"]),
+        ({"dataset__max_seq_len": None}, ["dataset.max_seq_len", "tokenizer.max_seq_len"]),
+        ({"num_workers": -1}, ["`num_workers` is -1", "0 for none"]),
+        ({"num_workers": "two"}, ["`num_workers` is 'two'"]),
+        ({"clip_grad_norm": -1}, ["`clip_grad_norm` is -1", "above 0"]),
+        ({"clip_grad_norm": "large"}, ["`clip_grad_norm` is 'large'", "inf"]),
+        ({"show_example": 3}, ["`show_example` is 3", "needs `dataset_val`"]),
+        ({"require_lower_val_loss": True}, ["`require_lower_val_loss`", "needs `dataset_val`"]),
         ({"tokenizer__max_seq_len": 512}, ["`tokenizer.max_seq_len` is 512", "positions for 256"]),
         ({"model__embed_dim": 64}, ["another model", "hidden_size is 32", "is 64"]),
         ({"model__nonsense": 1}, ["`model` cannot be built", "nonsense"]),
@@ -139,6 +154,11 @@ def test_names_that_others_refer_to_are_no_unknown_keys(tmp_path: Path) -> None:
     preflight.check_config(config, preflight.COMMON_KEYS)
 
 
+def test_values_at_the_ends_of_their_range_pass(tmp_path: Path) -> None:
+    changes = {"num_workers": 0, "clip_grad_norm": "inf", "model_dir": "unused"}
+    preflight.check_config(tiny_config(tmp_path, **changes), preflight.COMMON_KEYS)
+
+
 def test_earlier_run_in_the_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     folder = RunCheckpoints(config.output_dir).write(7, lambda f: write_state(f, {}, {}))
@@ -146,8 +166,11 @@ def test_earlier_run_in_the_folder_is_not_overwritten_unasked(tmp_path: Path) ->
     assert "holds step_000007 of an earlier run" in found and "resume_from_checkpoint=True" in found
     assert folder.is_dir()
     config.overwrite_output_dir = True
-    Run.start(config, preflight.COMMON_KEYS).close()
+    run = Run.start(config, preflight.COMMON_KEYS)
+    assert folder.is_dir()  # the data, or the model, may still be refused
+    run.claim_output_dir()
     assert not folder.exists()
+    run.close()
 
 
 def test_resume_with_other_settings_names_both_values(tmp_path: Path) -> None:

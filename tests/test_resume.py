@@ -150,6 +150,7 @@ def test_resume_at_an_epochs_end_and_inside_the_second(tmp_path: Path, step: int
     first.setup()
     first.run.should_stop = lambda stop: first.position.step == step
     first.train()
+    first.cleanup()
     assert RunCheckpoints(config.output_dir).latest().name == f"step_{step:06d}"
     config.resume_from_checkpoint = True
     second = FullFinetuneRecipe(config)

@@ -1,6 +1,8 @@
 """TokenStore in memory: what goes in, what is refused, and with which words."""
 
 from array import array
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,7 @@ def test_documents_lie_end_to_end_and_empty_samples_shift_the_index() -> None:
         "num_untrained_documents": 1,
         "num_untrained_tokens": 1,
         "num_lost_labels": 0,
+        "largest_id": 600,
     }
     assert store.document(1)["tokens"].tolist() == [500, 501]
 
@@ -71,8 +74,36 @@ def test_torchtunes_own_labels_are_taken() -> None:
 
 
 def test_the_ends_of_int32_are_taken() -> None:
-    ends = [-(2**31), 2**31 - 1]
+    ends = [0, 2**31 - 1]
     assert store_of({"tokens": ends, "labels": ends}).tokens.tolist() == ends
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("how", ["map", "iterable", "workers", "files"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", -1), ("tokens", -100), ("labels", -1), ("labels", -101)]
+)
+def test_negative_ids_are_refused_by_sample(
+    tmp_path: Path, kind: Any, how: str, name: str, value: int
+) -> None:
+    """Of samples of 2, 0, 3 and 1 tokens the third has one in the middle."""
+    samples = [{"tokens": [4] * n, "labels": [4] * n} for n in (2, 0, 3, 1)]
+    samples[2][name][1] = value
+    samples = [{key: kind(values) for key, values in sample.items()} for sample in samples]
+    with pytest.raises(ValueError, match=f"sample 2 has {value} among its {name}; token ids are 0"):
+        if how == "files":
+            TokenStore.build(tmp_path / "store", samples)
+        else:
+            source = iter(samples) if how == "iterable" else samples
+            TokenStore.from_samples(source, num_workers=2 if how == "workers" else 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_largest_id_is_that_of_tokens_and_labels(tmp_path: Path) -> None:
+    samples = [{"tokens": [1, 7], "labels": [-100, 9]}, {"tokens": [8], "labels": [-100]}]
+    assert TokenStore.from_samples(samples).accounting.largest_id == 9
+    assert TokenStore.build(tmp_path / "a", samples[1:]).accounting.largest_id == 8
+    assert TokenStore.open(tmp_path / "a").accounting.largest_id == 8
 
 
 GOOD = {"tokens": [1, 2], "labels": [1, 2]}

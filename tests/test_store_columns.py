@@ -163,6 +163,8 @@ FLOATS = pa.list_(pa.float32())
     [
         (table([[1], None], [[1], [2]]), "sample 1 .*has null in column 'tokens'"),
         (table([[1], [2]], [[1], None]), "sample 1 .*has null in column 'labels'"),
+        (table([[1], [2, -3]], [[1], [2, 3]]), r"sample 1 \(.*\) has -3 among its tokens"),
+        (table([[1], [], [2, 3]], [[1], [], [2, -1]]), r"sample 2 \(.*\) has -1 among its labels"),
         (
             table([[1], [2, None]], [[1], [2, 3]]),
             "sample 1 .*has null among the values of .*'tokens'",

@@ -384,7 +384,11 @@ DAMAGE = {
     "meta without files": ("meta.json", edit_meta(files=None), "is incomplete"),
     "meta without a checksum": ("meta.json", drop_checksum_of_tokens, "is incomplete"),
     "meta without counts": ("meta.json", edit_meta(accounting={}), "is incomplete"),
-    "another version": ("meta.json", edit_meta(format=FORMAT + 1), "has format 2, and this"),
+    "another version": (
+        "meta.json",
+        edit_meta(format=FORMAT + 1),
+        f"format {FORMAT + 1}, and this",
+    ),
 }
 
 

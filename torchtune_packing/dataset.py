@@ -27,12 +27,17 @@ from torchtune_packing.store.cache import (
 from torchtune_packing.store.progress import is_main_process
 from torchtune_packing.types import IGNORE_INDEX, Pack
 
-__all__ = ["PackedDataset"]
+__all__ = ["PackedDataset", "refuse_shifted"]
 
 logger = logging.getLogger(__name__)
 
 #: Below this share of real tokens a data set of several packs is worth a warning.
 _LOW_FILL = 0.9
+
+#: So many trained labels, all equal to the next token, are no chance.
+_ENOUGH_LABELS = 8
+#: Tokens at the start of a store that are looked at.
+_LOOKED_AT = 1 << 16
 
 
 class PackedDataset(torch.utils.data.Dataset[Pack]):
@@ -107,6 +112,7 @@ class PackedDataset(torch.utils.data.Dataset[Pack]):
             num_workers=num_workers,
         )
         _check_store(self.store)
+        refuse_shifted(self.store)
         if overlong == "error" and not split_across_pack:
             _refuse_overlong(self.store, self.max_seq_len)
         # In shared memory, so that persistent loader workers see a new epoch too.
@@ -272,6 +278,33 @@ def _check_store(store: TokenStore) -> None:
         raise ValueError(
             f"no non-empty samples: the data set has {store.accounting.num_samples} samples and "
             "none holds a token; check its source and filters"
+        )
+
+
+def refuse_shifted(store: TokenStore) -> None:
+    """Raises when labels are those of the next token, which would train a model to skip one.
+
+    Looks at the first documents. A label of a token's own is equal to the token; where every
+    trained one is equal to the next token instead, the source has shifted them.
+
+    Args:
+        store: documents whose labels should be unshifted.
+
+    Raises:
+        ValueError: the labels are shifted.
+    """
+    whole = max(1, int(np.searchsorted(store.offsets, _LOOKED_AT, side="right")) - 1)
+    end = int(store.offsets[whole])
+    tokens, labels = store.tokens[:end], store.labels[:end]
+    is_target = labels != IGNORE_INDEX
+    is_target[store.offsets[1 : whole + 1] - 1] = False  # the next token is another document's
+    where = np.flatnonzero(is_target)
+    is_next, is_own = labels[where] == tokens[where + 1], labels[where] == tokens[where]
+    if len(where) >= _ENOUGH_LABELS and is_next.all() and is_own.mean() < 0.5:
+        raise ValueError(
+            f"the labels look shifted already: in all {len(where):,} trained positions looked at, "
+            "labels[t] is tokens[t + 1]; set labels_are_shifted to True, or let the source give "
+            "every token its own label"
         )
 
 

@@ -19,12 +19,12 @@ from torchtune_packing.store.cache import check_cache_arguments, check_num_worke
 from torchtune_packing.store.progress import is_main_process
 from torchtune_packing.store.shards import build_in_shards
 
-__all__ = ["build_store", "packed_dataset"]
+__all__ = ["build_store", "check_plan_arguments", "packed_dataset"]
 
 logger = logging.getLogger(__name__)
 
 #: What decides the packs, and not the store.
-_PLAN_KEYS = ("max_seq_len", "strategy", "overlong", "split_across_pack", "max_packs", "seed")
+_PLAN_ARGUMENTS = ("max_seq_len", "strategy", "overlong", "split_across_pack", "max_packs", "seed")
 
 
 def packed_dataset(
@@ -72,14 +72,8 @@ def packed_dataset(
         ValueError: the source cannot be packed, cannot be read, or yields bad samples.
     """
     nodes = source_nodes(source)
-    if max_seq_len is None:
-        raise ValueError(
-            "dataset.max_seq_len is not set (and tokenizer.max_seq_len only bounds single "
-            "samples); set dataset.max_seq_len to the number of tokens in a pack"
-        )
     for node in nodes:
         check_source(node)
-    # Before anything is tokenized.
     plan: dict[str, Any] = {
         "max_seq_len": max_seq_len,
         "strategy": strategy,
@@ -88,7 +82,7 @@ def packed_dataset(
         "max_packs": max_packs,
         "seed": seed,
     }
-    plan_packs([1], **plan)
+    check_plan_arguments(plan)  # before anything is tokenized
     check_num_workers(num_workers)
     packs = PackedDataset(
         _store_or_source(
@@ -106,6 +100,23 @@ def packed_dataset(
     )
     _tell_truncation(tokenizer, packs.store)
     return packs
+
+
+def check_plan_arguments(settings: Mapping[str, Any]) -> None:
+    """Checks what a config says of packs, without data.
+
+    Args:
+        settings: keys and values of a ``packed_dataset`` node; those of the store are passed over.
+
+    Raises:
+        ValueError: a value is out of its range, or there is no ``max_seq_len``.
+    """
+    if settings.get("max_seq_len") is None:
+        raise ValueError(
+            "dataset.max_seq_len is not set (and tokenizer.max_seq_len only bounds single "
+            "samples); set dataset.max_seq_len to the number of tokens in a pack"
+        )
+    plan_packs([1], **{key: settings[key] for key in _PLAN_ARGUMENTS if key in settings})
 
 
 def build_store(
@@ -143,7 +154,7 @@ def build_store(
     nodes = source_nodes(settings.get("source"))
     for node in nodes:
         check_source(node)
-    plan_packs([1], **{key: settings[key] for key in _PLAN_KEYS if key in settings})
+    check_plan_arguments(settings)
     shifted = settings.get("labels_are_shifted", False)
     cache_key, fingerprint = _named_or_computed_key(
         settings.get("cache_key"), nodes, tokenizer, cache_dir, labels_are_shifted=shifted

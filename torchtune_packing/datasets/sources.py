@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset
 from torchtune_packing.components import find_component
 from torchtune_packing.datasets.truncation import with_exact_truncation
 
-__all__ = ["check_source", "load_source", "named_files", "source_nodes"]
+__all__ = ["build_dataset", "check_source", "load_source", "named_files", "source_nodes"]
 
 
 def source_nodes(source: Any) -> list[Any]:
@@ -136,14 +136,23 @@ def _unpackable_kind(name: str, built_by: Any) -> str | None:
     return None
 
 
-def _load(node: Mapping[str, Any], tokenizer: Any) -> Any:
+def build_dataset(node: Any, tokenizer: Any, key: str = "dataset.source") -> Any:
+    """Calls the builder that a node names.
+
+    Args:
+        node: mapping with a ``_component_``.
+        tokenizer: the builder's first argument.
+        key: where the node stands in the config, for the message.
+
+    Raises:
+        ValueError: the builder failed; the message says on what.
+    """
     from omegaconf import OmegaConf
     from torchtune import config
 
     name = node["_component_"]
-    check_source(node)
     try:
-        ds = config.instantiate(
+        return config.instantiate(
             OmegaConf.create(dict(node), flags={"allow_objects": True}), tokenizer
         )
     except Exception as error:
@@ -155,9 +164,15 @@ def _load(node: Mapping[str, Any], tokenizer: Any) -> Any:
             root = root.__cause__
         message = (str(root).strip() or type(root).__name__).splitlines()[0]
         raise ValueError(
-            f"dataset.source {name} could not be built ({type(root).__name__}: {message}); check "
+            f"{key} {name} could not be built ({type(root).__name__}: {message}); check "
             "its keys " + ", ".join(str(key) for key in node if key != "_component_")
         ) from error
+
+
+def _load(node: Mapping[str, Any], tokenizer: Any) -> Any:
+    name = node["_component_"]
+    check_source(node)
+    ds = build_dataset(node, tokenizer)
     if type(ds).__name__ == "PackedDataset" or type(ds).__name__ == "PreferenceDataset":
         raise ValueError(
             f"dataset.source {name} built a {type(ds).__name__}; packed_dataset needs the plain, "

@@ -28,6 +28,8 @@ class StoreAccounting:
         num_untrained_tokens: their tokens.
         num_lost_labels: labels that a source with shifted labels held for the token after its
             last one; they have no place in an unshifted store.
+        largest_id: largest token id or label; the model's vocabulary must be larger. -1 without
+            tokens.
     """
 
     num_samples: int
@@ -39,6 +41,7 @@ class StoreAccounting:
     num_untrained_documents: int
     num_untrained_tokens: int
     num_lost_labels: int
+    largest_id: int
 
     def as_dict(self) -> dict[str, int]:
         """The same as a plain dict."""
@@ -59,6 +62,7 @@ class DocumentTable:
         self.num_tokens = 0
         self.num_labels = 0
         self.num_lost_labels = 0
+        self.largest_id = -1
 
     def add(self, chunk: Chunk) -> None:
         """Adds the documents of one chunk; the next chunk must follow it in the data set."""
@@ -71,6 +75,7 @@ class DocumentTable:
         self.num_tokens += len(chunk.tokens)
         self.num_labels += chunk.num_labels
         self.num_lost_labels += chunk.num_lost_labels
+        self.largest_id = max(self.largest_id, chunk.largest_id)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """``seq_lens`` and ``trained``, int32 ``[n]``, and ``empty``, int64."""
@@ -95,4 +100,5 @@ class DocumentTable:
             num_untrained_documents=int(np.count_nonzero(untrained)),
             num_untrained_tokens=int(seq_lens[untrained].sum(dtype=np.int64)),
             num_lost_labels=self.num_lost_labels,
+            largest_id=self.largest_id,
         )

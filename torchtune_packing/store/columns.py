@@ -132,7 +132,7 @@ class TokenColumns:
             labels = np.where(trained, tokens, np.int32(IGNORE_INDEX))
         elif name != self.token_column:
             labels = _to_int32(labels, lengths, name, row, where)
-        return finish_chunk(tokens, labels, lengths, labels_are_shifted)
+        return finish_chunk(tokens, labels, lengths, labels_are_shifted, row, where)
 
 
 def token_columns_of(ds: Any) -> TokenColumns | None:

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 #: Raised whenever files of an older version could be misread.
-FORMAT = 1
+FORMAT = 2
 
 _HEADER_SIZE = 128
 _DTYPES = {

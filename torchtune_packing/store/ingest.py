@@ -45,6 +45,7 @@ class Chunk:
     int32, one entry per *sample*, so an empty sample is a 0 here. ``trained`` counts labels other
     than ``IGNORE_INDEX`` behind the first position. ``num_labels`` counts them at any position;
     ``num_lost_labels`` those that a shifted source held for a token that is not in the sample.
+    ``largest_id`` is that of tokens and labels, -1 without any.
     """
 
     tokens: np.ndarray
@@ -53,6 +54,7 @@ class Chunk:
     trained: np.ndarray
     num_labels: int
     num_lost_labels: int
+    largest_id: int
 
 
 def encode_samples(
@@ -82,7 +84,7 @@ def encode_samples(
             raise _read_error(index, error) from error
         seq_lens.append(_append_sample(sample, index, tokens, labels))
         index += 1
-    return finish_chunk(tokens, labels, seq_lens, labels_are_shifted), index
+    return finish_chunk(tokens, labels, seq_lens, labels_are_shifted, begin), index
 
 
 def finish_chunk(
@@ -90,16 +92,24 @@ def finish_chunk(
     labels: array[int] | np.ndarray,
     seq_lens: array[int] | np.ndarray,
     labels_are_shifted: bool,
+    first_sample: int,
+    where: str = "",
 ) -> Chunk:
-    """Turns int32 buffers into a chunk: unshifts labels, counts what is trained.
+    """Turns int32 buffers into a chunk: checks ids, unshifts labels, counts what is trained.
 
     Args:
         tokens: int32 ``[t]``.
         labels: int32 ``[t]``.
         seq_lens: int32, one length per sample, zeros allowed.
         labels_are_shifted: ``labels[t]`` is the target of position t rather than its own label.
+        first_sample: number of the first sample in the data set.
+        where: the file of the samples, for a message.
+
+    Raises:
+        ValueError: a token id is negative, or a label that is not ``IGNORE_INDEX``.
     """
     tokens, labels, lengths = (_as_array(values) for values in (tokens, labels, seq_lens))
+    _refuse_negative(tokens, labels, lengths, first_sample, where)
     full = np.flatnonzero(lengths)
     ends = np.cumsum(lengths[full], dtype=np.int64)
     starts = ends - lengths[full]
@@ -116,7 +126,26 @@ def finish_chunk(
     trained = np.zeros_like(lengths)
     if len(full):
         trained[full] = np.add.reduceat(is_label, starts, dtype=np.int32)
-    return Chunk(tokens, labels, lengths, trained, num_labels, num_lost)
+    largest = int(max(tokens.max(initial=-1), labels.max(initial=-1)))
+    return Chunk(tokens, labels, lengths, trained, num_labels, num_lost, largest)
+
+
+def _refuse_negative(
+    tokens: np.ndarray, labels: np.ndarray, lengths: np.ndarray, first_sample: int, where: str
+) -> None:
+    """Raises for ids that no vocabulary has; on a GPU they would end in an assertion much later."""
+    for name, values, wrong in (
+        ("tokens", tokens, tokens < 0),
+        ("labels", labels, (labels < 0) & (labels != IGNORE_INDEX)),
+    ):
+        if wrong.any():
+            position = int(wrong.argmax())
+            row = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+            file = f" ({where})" if where else ""
+            raise ValueError(
+                f"sample {first_sample + row}{file} has {values[position]} among its {name}; token "
+                f"ids are 0 or more, and a label that is not trained is {IGNORE_INDEX}"
+            )
 
 
 def _as_array(values: array[int] | np.ndarray) -> np.ndarray:
@@ -200,6 +229,7 @@ def _iterate_iterable(ds: Any, labels_are_shifted: bool) -> Iterator[Chunk]:
     samples = iter(ds)
     index, done = 0, False
     while not done:
+        first = index
         tokens, labels, seq_lens = array("i"), array("i"), array("i")
         while len(seq_lens) < _MAX_CHUNK_SAMPLES and len(tokens) < _MAX_CHUNK_TOKENS:
             try:
@@ -212,12 +242,13 @@ def _iterate_iterable(ds: Any, labels_are_shifted: bool) -> Iterator[Chunk]:
             seq_lens.append(_append_sample(sample, index, tokens, labels))
             index += 1
         if len(seq_lens):
-            yield finish_chunk(tokens, labels, seq_lens, labels_are_shifted)
+            yield finish_chunk(tokens, labels, seq_lens, labels_are_shifted, first)
 
 
 def _read_error(index: int, error: BaseException) -> SampleReadError:
     return SampleReadError(
-        f"reading sample {index} of the data set failed with {type(error).__name__}: {error}"
+        f"reading sample {index} of the data set failed with {type(error).__name__}: {error}; look "
+        "at that row of the source for a missing column, or a value that is null or no text"
     )
 
 

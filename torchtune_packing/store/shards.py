@@ -256,4 +256,5 @@ def _shards_in_order(work: _Work) -> Iterator[Chunk]:
             trained,
             counts.num_labels,
             counts.num_lost_labels,
+            counts.largest_id,
         )

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from torchtune_packing.store.files import sync_folder
 
@@ -58,6 +59,31 @@ class RunCheckpoints:
             )
         self.output_dir = Path(output_dir)
         self.keep_last_n = keep_last_n
+        self._lock = FileLock(self.output_dir / ".lock")
+
+    def claim(self) -> None:
+        """Takes the folder for this process; the lock falls with the process.
+
+        Raises:
+            ValueError: the folder cannot be made or written, or another run writes into it.
+        """
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"`output_dir` {self.output_dir} is in use by another run; wait for its end, or "
+                "choose another output_dir."
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"`output_dir` is {self.output_dir}, which cannot be written ({error.strerror}); "
+                "choose another output_dir."
+            ) from error
+
+    def release(self) -> None:
+        """Gives the folder free."""
+        self._lock.release()
 
     def all(self) -> list[Path]:
         """Whole checkpoints, oldest first."""

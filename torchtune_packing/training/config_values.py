@@ -91,6 +91,22 @@ def value_problems(cfg: DictConfig, world_size: int) -> Iterator[str]:
     for key in ("shuffle", "balance"):
         if not isinstance(cfg.get(key, None), (bool, type(None))):
             yield f"`{key}` is {cfg[key]!r}; it must be True or False."
+    workers = cfg.get("num_workers", None)
+    if workers is not None and (type(workers) is not int or workers < 0):
+        yield f"`num_workers` is {workers!r}; it must be a whole number, 0 for none."
+    norm = cfg.get("clip_grad_norm", None)
+    if norm is not None and norm != "inf" and not (type(norm) in (int, float) and norm > 0):
+        yield f"`clip_grad_norm` is {norm!r}; it must be a number above 0, inf, or null."
+    example = cfg.get("show_example", None)
+    if example is not None and type(example) is not int:
+        yield f"`show_example` is {example!r}; it must be the number of a document, or null."
+    needs_validation = {
+        "show_example": example is not None,
+        "require_lower_val_loss": bool(cfg.get("require_lower_val_loss", False)),
+    }
+    for key, is_set in needs_validation.items():
+        if is_set and cfg.get("dataset_val", None) is None:
+            yield f"`{key}` is {cfg[key]!r}, which needs `dataset_val`; set that, or leave it out."
     seed = cfg.get("seed", None)
     if seed is not None and (not isinstance(seed, int) or seed < 0):
         yield f"`seed` is {seed!r}; it must be a whole number of at least 0, or null."

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from torchtune import config
 
 from torchtune_packing.accounting import accounting_lines, check_token_loss, sample_lines
-from torchtune_packing.dataset import PackedDataset
-from torchtune_packing.datasets.sources import check_source
+from torchtune_packing.dataset import PackedDataset, refuse_shifted
+from torchtune_packing.datasets.sources import build_dataset, check_source
 from torchtune_packing.datasets.truncation import with_exact_truncation
 from torchtune_packing.loss import LossRows, Reduction, loss_rows
 from torchtune_packing.sampler import StepSampler
@@ -104,13 +104,17 @@ def open_dataset(node: DictConfig, tokenizer: Any) -> PackedDataset | SampleData
     Raises:
         ValueError: the node names data that no recipe here trains on (preference, multimodal).
     """
-    if str(node.get("_component_", "")).rsplit(".", 1)[-1] != "packed_dataset":
-        check_source(OmegaConf.to_container(node, resolve=True))
-        tokenizer = with_exact_truncation(tokenizer)
-    dataset = config.instantiate(node, tokenizer)
+    if str(node.get("_component_", "")).rsplit(".", 1)[-1] == "packed_dataset":
+        dataset = config.instantiate(node, tokenizer)
+    else:
+        plain = OmegaConf.to_container(node, resolve=True)
+        check_source(plain)
+        dataset = build_dataset(plain, with_exact_truncation(tokenizer), "dataset")
     if isinstance(dataset, (PackedDataset, SampleDataset)):
         return dataset
-    return SampleDataset(TokenStore.from_samples(dataset))
+    store = TokenStore.from_samples(dataset)
+    refuse_shifted(store)
+    return SampleDataset(store)
 
 
 def fingerprint(dataset: PackedDataset | SampleDataset) -> dict[str, Any]:
@@ -160,17 +164,13 @@ class TrainingData:
         padding_free = preflight.is_padding_free(cfg)
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.dataset = open_dataset(cfg.dataset, self.tokenizer)
-        preflight.check_data(
-            self.dataset, run.model_max_seq_len, padding_free=padding_free, key="dataset"
-        )
+        preflight.check_data(self.dataset, run.limits, padding_free=padding_free, key="dataset")
         if isinstance(self.dataset, PackedDataset):
             check_token_loss(self.dataset, cfg.get("max_token_loss", 0.01))
         self.dataset_val = None
         if cfg.get("dataset_val", None) is not None:
             self.dataset_val = open_dataset(cfg.dataset_val, self.tokenizer)
-            preflight.check_data(
-                self.dataset_val, run.model_max_seq_len, padding_free=True, key="dataset_val"
-            )
+            preflight.check_data(self.dataset_val, run.limits, padding_free=True, key="dataset_val")
         self._data_fingerprint = fingerprint(self.dataset)
         self.sampler = self._make_sampler()
         self.steps_per_epoch = self.sampler.steps_per_epoch

@@ -135,7 +135,10 @@ class ShownExample:
     Args:
         dataset: has a ``store``; None shows nothing.
         tokenizer: decodes.
-        index: document to show; None shows nothing.
+        index: document to show, negative from the end; None shows nothing.
+
+    Raises:
+        ValueError: there is no such document, or none of it is trained.
     """
 
     def __init__(self, dataset: Any, tokenizer: Any, index: int | None) -> None:
@@ -145,12 +148,19 @@ class ShownExample:
         if dataset is None or index is None:
             return
         store = dataset.store
-        index = index % len(store)
+        if not -len(store) <= index < len(store):
+            raise ValueError(
+                f"`show_example` is {index}, but the validation set has {len(store)} documents; "
+                "set it to a number from 0, or to null."
+            )
         document = store.document(index)
         tokens, labels = document["tokens"].tolist(), document["labels"].tolist()
         first = next((t for t, label in enumerate(labels) if t and label != IGNORE_INDEX), None)
         if first is None:
-            return
+            raise ValueError(
+                f"`show_example` is {index}, a document of the validation set that has no trained "
+                "token after its first, so there is no answer to show; take another, or null."
+            )
         self._prompt = tokens[:first]
         self.texts["prompt"] = tokenizer.decode(self._prompt)
         self.texts["written by a person"] = tokenizer.decode(tokens[first:])

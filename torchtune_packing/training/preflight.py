@@ -9,11 +9,12 @@ when the data set has been opened, still before weights are read (``check_data``
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -21,6 +22,7 @@ from torchtune import utils
 
 from torchtune_packing.attention_choice import attention_layers, check_backend
 from torchtune_packing.components import find_component
+from torchtune_packing.datasets.packed import check_plan_arguments
 from torchtune_packing.training.checkpoint import RunCheckpoints
 from torchtune_packing.training.config_values import (
     device_problems,
@@ -47,12 +49,12 @@ __all__ = [
 #: The keys of recipes/full_finetune.py; docs/recipes.md explains each.
 COMMON_KEYS = frozenset(
     """
-    output_dir tokenizer model checkpointer dataset dataset_val collate_fn max_tokens batch_size
-    gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch optimizer lr_scheduler
-    clip_grad_norm loss_reduction num_output_chunks seed shuffle balance num_workers device dtype
-    attention_backend compile enable_activation_checkpointing enable_activation_offloading
-    fsdp_cpu_offload fsdp_reshard_after_forward custom_sharded_layers metric_logger
-    log_every_n_steps profiler run_val_every_n_steps val_batch_size save_every_n_steps
+    output_dir model_dir tokenizer model checkpointer dataset dataset_val collate_fn max_tokens
+    batch_size gradient_accumulation_steps packs_per_step epochs max_steps_per_epoch optimizer
+    lr_scheduler clip_grad_norm loss_reduction num_output_chunks seed shuffle balance num_workers
+    device dtype attention_backend compile enable_activation_checkpointing
+    enable_activation_offloading fsdp_cpu_offload fsdp_reshard_after_forward custom_sharded_layers
+    metric_logger log_every_n_steps profiler run_val_every_n_steps val_batch_size save_every_n_steps
     keep_last_n_checkpoints resume_from_checkpoint overwrite_output_dir show_example
     require_lower_val_loss max_token_loss
     """.split()
@@ -111,6 +113,11 @@ def dataset_problems(cfg: DictConfig) -> Iterator[str]:
             yield f"`{name}` is {node!r}; it must be a component: a mapping with `_component_`."
             continue
         component = str(node._component_)
+        if component.rsplit(".", 1)[-1] == "packed_dataset":
+            try:
+                check_plan_arguments(node)
+            except ValueError as error:
+                yield f"`{name}`: {error}."
         if node.get("packed", False) and "packed_dataset" not in component:
             yield (
                 f"`{name}.packed` is True, which asks for torchtune's own packs; wrap the data set "
@@ -165,14 +172,30 @@ def _components(node: Any, key: str = "") -> Iterator[str]:
         path = f"{key}.{name}" if key else str(name)
         if name == "_component_" and isinstance(item, str):
             try:
-                find_component(item, path)
+                yield from _arguments(node, key, find_component(item, path))
             except ValueError as error:
                 yield str(error)
         else:
             yield from _components(item, path)
 
 
-def _shapes_of_model(cfg: DictConfig) -> Any:
+def _arguments(node: DictConfig, key: str, built_by: Any) -> Iterator[str]:
+    """Yields a sentence for every key of a component that it would not take."""
+    try:
+        parameters = inspect.signature(built_by).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for name in node:
+        if name != "_component_" and name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            remedy = f"did you mean `{close[0]}`?" if close else "remove it."
+            yield f"`{key}.{name}` is no argument of {node._component_}; {remedy}"
+
+
+def shapes_of_model(cfg: DictConfig) -> Any:
     """The model on the meta device, or the sentence that says why there is none."""
     from torchtune import config
 
@@ -266,7 +289,19 @@ def _resume(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1) -> int | None:
+class ModelLimits(NamedTuple):
+    """What the data must stay below; None where a model does not say.
+
+    Attributes:
+        positions: of the RoPE table.
+        vocabulary: rows of the embedding.
+    """
+
+    positions: int | None = None
+    vocabulary: int | None = None
+
+
+def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1) -> ModelLimits:
     """Looks for everything that can be known to be wrong before the model or the data is touched.
 
     Args:
@@ -275,7 +310,7 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
         world_size: processes of the run.
 
     Returns:
-        The positions that the model has, None where it does not say.
+        What the model can take.
 
     Raises:
         ValueError: with every problem found, one line each.
@@ -291,11 +326,19 @@ def check_config(cfg: DictConfig, known_keys: Iterable[str], world_size: int = 1
     problems += misspelled
     model = None
     if "model" in cfg and not any(line.startswith("`model.") for line in misspelled):
-        model = _shapes_of_model(cfg)
+        model = shapes_of_model(cfg)
         problems += _model(cfg, model, wants_adapter=LORA_KEYS <= set(known_keys))
     problems += value_problems(cfg, world_size)
     refuse(problems)
-    return getattr(model, "max_seq_len", None)
+    return model_limits(model)
+
+
+def model_limits(model: Any) -> ModelLimits:
+    """What a torchtune decoder can take, by its attributes alone."""
+    embedding = getattr(model, "tok_embeddings", None)
+    return ModelLimits(
+        getattr(model, "max_seq_len", None), getattr(embedding, "num_embeddings", None)
+    )
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -329,20 +372,18 @@ def part_problems(cfg: DictConfig, keys: Iterable[str]) -> Iterator[str]:
             yield from check(cfg)
 
 
-def check_data(
-    dataset: Any, model_max_seq_len: int | None, *, padding_free: bool, key: str
-) -> None:
+def check_data(dataset: Any, limits: ModelLimits, *, padding_free: bool, key: str) -> None:
     """Checks a data set that has been opened against the collate and the model.
 
     Args:
         dataset: what ``cfg.dataset`` built.
-        model_max_seq_len: positions of the model's RoPE table.
+        limits: of the model.
         padding_free: whether batches are made by ``collate_flattened``.
         key: the config key to name in the message.
 
     Raises:
-        ValueError: if the data set should be packed and is not, or has a document longer than the
-            table.
+        ValueError: if the data set should be packed and is not, or has a document or a token id
+            that the model cannot take.
     """
     from torchtune_packing.dataset import PackedDataset
 
@@ -356,11 +397,19 @@ def check_data(
             "torchtune_packing.collate_flattened for padding-free batches."
         )
     longest = int(dataset.plan.lengths.max()) if packed else dataset.longest
-    if model_max_seq_len is not None and longest > model_max_seq_len:
+    if limits.positions is not None and longest > limits.positions:
+        remedy = f"lower {key}.max_seq_len to at most {limits.positions}"
+        if packed and dataset.overlong not in ("truncate", "split"):
+            remedy += f" and set {key}.overlong to truncate or split"
         raise ValueError(
             f"`{key}` has a document of {longest} tokens, but the model has positions for "
-            f"{model_max_seq_len}; lower {key}.max_seq_len, or set {key}.overlong to truncate or "
-            "split."
+            f"{limits.positions}; {remedy}."
+        )
+    largest = dataset.store.accounting.largest_id
+    if limits.vocabulary is not None and largest >= limits.vocabulary:
+        raise ValueError(
+            f"`{key}` has the token id {largest}, but the model's vocabulary has "
+            f"{limits.vocabulary} ids; let `tokenizer` and `model` be of the same model."
         )
 
 

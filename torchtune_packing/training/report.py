@@ -91,6 +91,9 @@ def final_report(
     run.say(f"to go on from it, with more epochs: {run.resume_command()} epochs=<n>")
     if run.cfg.get("require_lower_val_loss", False) and loss_before is not None:
         if loss_after is None or not loss_after < loss_before:
-            run.say("error: the validation loss did not fall; lower the learning rate.")
+            run.say(
+                "error: the validation loss did not fall; train for more steps or at another "
+                "learning rate, or set require_lower_val_loss=False."
+            )
             return 1
     return 0

@@ -35,7 +35,7 @@ class Run:
         seed: of order and weights; the same on all ranks.
         checkpoints: the run's checkpoint folders.
         resumed_from: the checkpoint that this run goes on from, or None.
-        model_max_seq_len: positions that the model has, or None where it does not say.
+        limits: positions and vocabulary of the model.
     """
 
     cfg: DictConfig
@@ -44,7 +44,7 @@ class Run:
     seed: int
     checkpoints: RunCheckpoints
     resumed_from: Path | None
-    model_max_seq_len: int | None
+    limits: preflight.ModelLimits
     _logger: Any = field(default=None, repr=False)
 
     @classmethod
@@ -63,7 +63,7 @@ class Run:
             if isinstance(node, DictConfig) and node.get("_component_", "") is None:
                 cfg[key] = None
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        limit = preflight.check_config(cfg, known_keys, world_size)
+        limits = preflight.check_config(cfg, known_keys, world_size)
         ranks = Ranks.start(utils.get_device(cfg.device))
         if ranks.world_size > 1 and ranks.device.type == "cpu":
             # The launcher gives each process one thread; share the cores out instead.
@@ -80,8 +80,6 @@ class Run:
         # The rank is added so that dropout differs between ranks; order and adapters take run.seed.
         for set_seed in (torch.manual_seed, random.seed, np.random.seed):
             set_seed(seed + ranks.rank)
-        if not resuming and ranks.is_first:
-            checkpoints.clear()  # only what overwrite_output_dir allows: anything else was refused
         run = cls(
             cfg=cfg,
             ranks=ranks,
@@ -89,7 +87,7 @@ class Run:
             seed=seed,
             checkpoints=checkpoints,
             resumed_from=found,
-            model_max_seq_len=limit,
+            limits=limits,
         )
         if run.dtype == torch.bfloat16 and not config_values.computes_bf16(ranks.device):
             run.say(
@@ -106,6 +104,20 @@ class Run:
     def accumulation(self) -> int:
         """Micro-steps per optimizer step on each rank."""
         return config_values.accumulation_steps(self.cfg, self.ranks.world_size)
+
+    def claim_output_dir(self) -> None:
+        """Takes the run's folder for this run alone; called when nothing can refuse it any more.
+
+        Checkpoints of an earlier run go now if ``overwrite_output_dir`` allows it (else they were
+        refused at the start), so a run that is refused has cost nobody anything.
+
+        Raises:
+            ValueError: the folder cannot be written, or another run has it.
+        """
+        if self.ranks.is_first:
+            self.checkpoints.claim()
+            if not self.cfg.get("resume_from_checkpoint", False):
+                self.checkpoints.clear()
 
     def due(self, key: str, step: int) -> bool:
         """Whether something that the config wants every n steps (``key``) is due after a step."""
@@ -164,9 +176,10 @@ class Run:
         return OmegaConf.to_container(self.cfg, resolve=True)
 
     def close(self) -> None:
-        """Closes the logger and leaves the process group."""
+        """Closes the logger, gives the folder free and leaves the process group."""
         if self._logger is not None:
             self._logger.close()
+        self.checkpoints.release()
         self.ranks.stop()
 
 

@@ -43,6 +43,7 @@ from torchtune_packing.training.parallel import Ranks
 from torchtune_packing.training.step import PackedForward
 
 _NEEDED = ("model", "checkpointer", "tokenizer", "dataset", "device", "dtype")
+_POSITIVE = ("check_packs", "batch_size")
 
 
 class CheckPackingRecipe:
@@ -56,14 +57,13 @@ class CheckPackingRecipe:
         missing = [key for key in _NEEDED if cfg.get(key, None) is None]
         if missing:
             raise ValueError(f"the config lacks {', '.join(missing)}; give the config of a run")
-        preflight.refuse(list(preflight.part_problems(cfg, _NEEDED)))
+        problems = list(preflight.part_problems(cfg, _NEEDED))
+        preflight.refuse([*problems, *config_values.positive_problems(cfg, _POSITIVE)])
         # Compiled below, after the reference has run; logits in chunks would only be in the way.
         settings = OmegaConf.to_container(cfg, resolve=True)
         self.cfg = OmegaConf.create({**settings, "compile": False, "num_output_chunks": None})
         self.compiled = bool(cfg.get("compile", False))
-        self.num_packs = int(cfg.get("check_packs", 2))
-        if self.num_packs < 1:
-            raise ValueError(f"check_packs is {self.num_packs}; it must be at least 1")
+        self.num_packs = cfg.get("check_packs", 2)
         default = Path(str(cfg.get("output_dir", None) or ".")) / "check_packing"
         self.output = Path(str(cfg.get("check_output", None) or default))
         self.reduction = cfg.get("loss_reduction", "token")

@@ -318,7 +318,9 @@ def test_packs_of_one_document_prove_nothing(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": None}, "the config lacks model"),
-        ({"check_packs": 0}, "check_packs is 0; it must be at least 1"),
+        ({"check_packs": 0}, "`check_packs` is 0; it must be a whole number of at least 1"),
+        ({"check_packs": "two"}, "`check_packs` is 'two'; it must be a whole number"),
+        ({"batch_size": 0}, "`batch_size` is 0; it must be a whole number"),
         ({"dataset": {"_component_": "tests.tiny.Sums"}}, "`dataset` is not packed"),
     ],
 )

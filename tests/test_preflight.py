@@ -176,10 +176,12 @@ def test_earlier_run_in_the_folder_is_not_overwritten_unasked(tmp_path: Path) ->
 def test_resume_with_other_settings_names_both_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         preflight.check_resume(
-            {"dataset.max_seq_len": 64, "model": "a"},
-            {"dataset.max_seq_len": 32, "model": "a"},
+            {"dataset.max_seq_len": 64, "model": "a", "dataset.content": "0123456789abcdef" * 4},
+            {"dataset.max_seq_len": 32, "model": "a", "dataset.content": "fedcba9876543210" * 4},
             tmp_path,
         )
+    message = str(caught.value)
+    assert "dataset.content was 0123456789ab... and is now fedcba987654...; dataset" in message
     assert "dataset.max_seq_len was 64 and is now 32" in str(caught.value)
     assert "model" not in str(caught.value).split("settings: ")[1].split(";")[0].split(".")[0]
 

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -413,6 +414,12 @@ def check_data(dataset: Any, limits: ModelLimits, *, padding_free: bool, key: st
         )
 
 
+def _short(value: Any) -> str:
+    """A value for a message; of a hash its beginning tells enough."""
+    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return f"{value[:12]}..." if is_hash else repr(value)
+
+
 def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """Refuses to go on with other data or another model than the checkpoint was made with.
 
@@ -425,7 +432,7 @@ def check_resume(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path)
         ValueError: naming every value that differs, both as saved and as found.
     """
     differing = [
-        f"{name} was {saved.get(name)!r} and is now {now.get(name)!r}"
+        f"{name} was {_short(saved.get(name))} and is now {_short(now.get(name))}"
         for name in sorted(set(saved) | set(now))
         if saved.get(name) != now.get(name)
     ]

@@ -134,10 +134,10 @@ def _refuse_negative(
     tokens: np.ndarray, labels: np.ndarray, lengths: np.ndarray, first_sample: int, where: str
 ) -> None:
     """Raises for ids that no vocabulary has; on a GPU they would end in an assertion much later."""
-    for name, values, wrong in (
-        ("tokens", tokens, tokens < 0),
-        ("labels", labels, (labels < 0) & (labels != IGNORE_INDEX)),
-    ):
+    for name, values in (("tokens", tokens), ("labels", labels)):
+        wrong = values < 0
+        if name == "labels":
+            wrong &= values != IGNORE_INDEX
         if wrong.any():
             position = int(wrong.argmax())
             row = int(np.searchsorted(np.cumsum(lengths), position, side="right"))

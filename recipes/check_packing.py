@@ -24,6 +24,7 @@ from torchtune_packing import quiet
 
 quiet.silence_dependencies()  # before the imports below, which read its settings once
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 
@@ -79,7 +80,7 @@ class CheckPackingRecipe:
             )
         self.dtype = config_values.resolve_dtype(cfg.dtype, self.ranks.device)
         seed = int(cfg.get("seed", None) or 0)
-        training.set_seed(seed=seed)
+        torch.manual_seed(seed)
 
         tokenizer = config.instantiate(cfg.tokenizer)
         dataset = open_dataset(cfg.dataset, tokenizer)

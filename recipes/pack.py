@@ -26,6 +26,7 @@ On a terminal the two tables are drawn with lines and colour; in a file they are
 """
 
 import json
+import math
 import os
 import sys
 import textwrap
@@ -245,8 +246,8 @@ def pack(cfg: DictConfig) -> tuple[dict[str, Any], list[str | Table]]:
         report += wrapped(
             f"time/padded: predicted time of an epoch over that of padded batches of "
             f"{padded_batch_size}, from one layer on {cfg.get('device', 'cpu')} with "
-            f"{cost.backend} attention; within {100 * cost.error:.0f} % on the "
-            f"{len(cost.points)} measured points"
+            f"{cost.backend} attention; within {max(1, math.ceil(100 * cost.error))} % on "
+            f"{len(cost.unseen)} rows that it was not fitted to"
         )
     elif "model" in cfg and cfg.get("predict_time", True):
         report.append(f"no time predicted: this machine has no {cfg.device}")

@@ -64,6 +64,18 @@ def test_no_constant_is_negative_and_the_error_is_told() -> None:
     assert model.error == max(abs(said / found - 1) for *_, found, said in model.points) > 0.05
 
 
+def test_the_error_is_that_on_rows_which_the_fit_has_not_seen() -> None:
+    """Four constants go through four points exactly, which says nothing of others."""
+    layouts = [[64], [16] * 4, [128], [32] * 2]
+    model = fit(layouts, [64 + 1e-2, 64 + 4e-2, 128 + 1e-2, 64 + 2e-2], "varlen")
+    assert model.error < 1e-6
+    tried = model.try_on([[96], [10, 20]], [96 * 2, 30 * 0.8])
+    # It says 96.01 of 192 and 30.02 of 24.
+    assert [round(said, 2) for *_, said in tried.unseen] == [96.01, 30.02]
+    assert tried.error == pytest.approx(1 - 96.01 / 192)
+    assert tried.points == model.points
+
+
 def test_dense_masks_pay_for_every_pair_of_a_row() -> None:
     work = Work(calls=0, positions=0, pairs=10, dense_pairs=1000, documents=0)
     assert CostModel(0, 0, 1, 0, "sdpa").seconds(work) == 1000
@@ -85,7 +97,8 @@ def test_a_layer_of_the_models_width_is_measured() -> None:
     model = measure(shape, device="cpu", dtype=torch.float32, max_seq_len=128, budget_s=0.01)
     assert model.backend == "varlen" and len(model.points) == 6
     assert model.points[0][:2] == (128, 1) and model.points[2][:2] == (128, 32)
-    assert all(seconds > 0 for *_, seconds, _ in model.points)
+    assert all(seconds > 0 for *_, seconds, _ in model.points + model.unseen)
+    assert [point[:2] for point in model.unseen] == [(128, 5), (96, 4)]
 
 
 def options(**changes: object) -> list:
@@ -232,6 +245,36 @@ def test_rows_are_full_on_any_cuda_device(tmp_path: Path, monkeypatch: pytest.Mo
     for device in ("cpu", "cuda", "cuda:0"):
         run(tmp_path / device, device=device, figures_dir=None, predict_time=False)
     assert asked == [False, True, True]
+
+
+@pytest.mark.parametrize("text", ['{"question": "a", "answer": "b"}\n', "{broken\n"])
+def test_reading_a_file_says_nothing_but_our_own_sentence(tmp_path: Path, text: str) -> None:
+    """`tune` imports `datasets`, with its bars and its log, before a recipe can say a word."""
+    (tmp_path / "my.jsonl").write_text(text)
+    config = tiny_config(tmp_path)
+    config.tokenizer = {"_component_": "tests.test_configs.ChatBytes"}
+    config.dataset.source = {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "source": "json",
+        "data_files": str(tmp_path / "my.jsonl"),
+        "column_map": {"input": "question", "output": "answer"},
+    }
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "recipes/pack.py"]
+    arguments = ["--config", str(tmp_path / "config.yaml"), "figures_dir=null"]
+    home = {"PYTHONPATH": ".", "HF_HOME": str(tmp_path / "home")}
+    unset = ("HF_DATASETS_DISABLE_PROGRESS_BARS", "DATASETS_VERBOSITY")
+    done = subprocess.run(
+        [*command, *arguments, "predict_time=False"],
+        cwd=REPO,
+        env={key: value for key, value in os.environ.items() if key not in unset} | home,
+        capture_output=True,
+        text=True,
+    )
+    if text[1] == "b":
+        assert re.fullmatch(r"error: the data file .* is not JSON: line 1 .*\n", done.stderr)
+    else:
+        assert not done.stderr and done.returncode == 0, done.stdout
 
 
 def test_json_from_the_command_line_and_a_sharded_build(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ The time of a decoder on packed documents is, to a good approximation, linear in
 ``positions`` is the work of the linear layers, padding included; ``pairs`` that of attention,
 ``sum(len**2)`` where documents are attended to one by one and ``s**2`` a row under a dense mask.
 The constants are fitted, none below zero, to forward and backward passes of one layer of the
-model's width, on its device, with the attention backend that a run would choose.
+model's width, on its device, with the attention backend that a run would choose. How good they are
+is told by other rows, which the fit has not seen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,10 @@ class LayerShape:
     trains_weights: bool
 
 
+#: Positions, documents, seconds measured, seconds predicted.
+_Point = tuple[int, int, float, float]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Fitted constants, in seconds for the whole model.
@@ -74,7 +79,8 @@ class CostModel:
         per_pair: cost of a pair of positions in attention.
         per_document: cost of a document.
         backend: the attention backend that was measured.
-        points: what was measured: positions, documents, seconds, and what the model says.
+        points: what it was fitted to: positions, documents, seconds, and what the model says.
+        unseen: the same of rows that were measured only to try it.
     """
 
     per_call: float
@@ -82,7 +88,8 @@ class CostModel:
     per_pair: float
     per_document: float
     backend: str
-    points: tuple[tuple[int, int, float, float], ...] = ()
+    points: tuple[_Point, ...] = ()
+    unseen: tuple[_Point, ...] = ()
 
     def seconds(self, work: Work) -> float:
         """Predicted seconds."""
@@ -96,8 +103,18 @@ class CostModel:
 
     @property
     def error(self) -> float:
-        """Largest relative error on the measured points."""
-        return max((abs(said / found - 1) for *_, found, said in self.points), default=0.0)
+        """Largest relative error on the rows that it was not fitted to, or else on those it was."""
+        tried = self.unseen or self.points
+        return max((abs(said / found - 1) for *_, found, said in tried), default=0.0)
+
+    def try_on(self, layouts: Sequence[Sequence[int]], seconds: npt.ArrayLike) -> CostModel:
+        """The same model, with its predictions for rows that it was not fitted to.
+
+        Args:
+            layouts: lengths of the documents in each row.
+            seconds: measured time of each row, for the whole model.
+        """
+        return replace(self, unseen=_points(self, layouts, seconds))
 
     def as_dict(self) -> dict[str, Any]:
         """Constants, points and error, ready for JSON."""
@@ -196,13 +213,14 @@ def measure(
         return time.perf_counter() - start
 
     longest = _affordable(run, max_seq_len, budget_s)
-    layouts = _layouts(longest)
-    for lengths in layouts:  # warms up, and compiles where a backend does
+    layouts, unseen = _layouts(longest), _unseen_layouts(longest)
+    for lengths in layouts + unseen:  # warms up, and compiles where a backend does
         run(lengths)
-    rounds = [[run(lengths) for lengths in layouts] for _ in range(3)]
+    rounds = [[run(lengths) for lengths in layouts + unseen] for _ in range(3)]
     # What a busy machine adds is never negative, so the fastest round is nearest to the truth.
     seconds = np.min(rounds, axis=0) * shape.num_layers
-    return fit(layouts, seconds, attention.backend)
+    model = fit(layouts, seconds[: len(layouts)], attention.backend)
+    return model.try_on(unseen, seconds[len(layouts) :])
 
 
 def _synchronize(device: torch.device) -> None:
@@ -215,8 +233,8 @@ def _affordable(run: Any, max_seq_len: int, budget_s: float) -> int:
     longest = _SHORTEST
     while longest * 2 <= max_seq_len:
         run([longest])
-        # Four passes over six layouts of about two thirds of the row on average.
-        if run([longest]) * 2 * 16 > budget_s:
+        # Four passes over eight layouts of about three quarters of the row on average.
+        if run([longest]) * 2 * 24 > budget_s:
             break
         longest *= 2
     return longest
@@ -231,6 +249,14 @@ def _layouts(longest: int) -> list[list[int]]:
         [longest // 2],
         [longest // 32] * 16,
         [longest // 4],
+    ]
+
+
+def _unseen_layouts(longest: int) -> list[list[int]]:
+    """Rows between those, with documents as uneven as people's."""
+    return [
+        [longest // 2, longest // 4, longest // 8, longest // 16, longest // 16],
+        [3 * longest // 16] * 4,
     ]
 
 
@@ -261,13 +287,21 @@ def fit(layouts: Sequence[Sequence[int]], seconds: npt.ArrayLike, backend: str) 
             if (part >= 0).all() and residual < best - 1e-12:
                 best, constants = residual, np.zeros(4)
                 constants[list(chosen)] = part
-    constants /= scale
-    points = tuple(
-        (sum(lengths), len(lengths), float(time_), float(said))
-        for lengths, time_, said in zip(layouts, found, features @ constants, strict=True)
-    )
-    per_call, per_position, per_pair, per_document = map(float, constants)
-    return CostModel(per_call, per_position, per_pair, per_document, backend, points)
+    per_call, per_position, per_pair, per_document = map(float, constants / scale)
+    model = CostModel(per_call, per_position, per_pair, per_document, backend)
+    return replace(model, points=_points(model, layouts, found))
+
+
+def _points(
+    model: CostModel, layouts: Sequence[Sequence[int]], seconds: npt.ArrayLike
+) -> tuple[_Point, ...]:
+    """What was measured beside what the model says, row by row."""
+    points = []
+    for lengths, found in zip(layouts, np.asarray(seconds), strict=True):
+        s, pairs = sum(lengths), sum(n * n for n in lengths)
+        said = model.seconds(Work(1, s, pairs, s * s, len(lengths)))
+        points.append((s, len(lengths), float(found), float(said)))
+    return tuple(points)
 
 
 def pack_work(plan: PackPlan, *, batch_size: int = 1, static_shapes: bool = False) -> Work:

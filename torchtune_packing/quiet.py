@@ -5,6 +5,7 @@ safe to drop; anything else that a library prints gets through.
 """
 
 import os
+import sys
 import warnings
 
 # Message (a regular expression for its beginning) and category of each warning that is dropped.
@@ -17,6 +18,8 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 _ENVIRONMENT = {
     # `datasets` draws a progress bar for every file that it reads; ours shows the tokenizing.
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # It also logs what it then raises, which is told here in a sentence of our own.
+    "DATASETS_VERBOSITY": "critical",
     # Loader workers are forked after a tokenizer was used in the main process, which is safe here:
     # a worker does not tokenize in threads. Unset, each fork prints a warning.
     "TOKENIZERS_PARALLELISM": "false",
@@ -29,3 +32,16 @@ def silence_dependencies() -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    _settle_datasets()
+
+
+def _settle_datasets() -> None:
+    """Gives `datasets` its settings if `tune` imported it before they were in the environment."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None:
+        return
+    if os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] == "1":
+        datasets.disable_progress_bars()
+    level = getattr(datasets.logging, os.environ["DATASETS_VERBOSITY"].upper(), None)
+    if isinstance(level, int):
+        datasets.logging.set_verbosity(level)

@@ -106,7 +106,7 @@ class Run:
         return config_values.accumulation_steps(self.cfg, self.ranks.world_size)
 
     def claim_output_dir(self) -> None:
-        """Takes the run's folder for this run alone; called when nothing can refuse it any more.
+        """Takes the run's folder and opens its logger; called when nothing can refuse the run.
 
         Checkpoints of an earlier run go now if ``overwrite_output_dir`` allows it (else they were
         refused at the start), so a run that is refused has cost nobody anything.
@@ -118,6 +118,10 @@ class Run:
             self.checkpoints.claim()
             if not self.cfg.get("resume_from_checkpoint", False):
                 self.checkpoints.clear()
+            if self.cfg.get("metric_logger", None):
+                self._logger = config.instantiate(self.cfg.metric_logger)
+                self._logger.log_config(self.cfg)
+                sys.stdout.flush()  # some say where they write
 
     def due(self, key: str, step: int) -> bool:
         """Whether something that the config wants every n steps (``key``) is due after a step."""
@@ -131,10 +135,6 @@ class Run:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Hands numbers to the metric logger, on the first rank."""
-        if self._logger is None and self.ranks.is_first and self.cfg.get("metric_logger", None):
-            # Opened with the first numbers: a run that is refused leaves no files behind.
-            self._logger = config.instantiate(self.cfg.metric_logger)
-            self._logger.log_config(self.cfg)
         if self._logger is not None:
             self._logger.log_dict(values, step=step)
 
